@@ -15,11 +15,11 @@ COMPAT := .compat
 NEWEST := .newest
 DOCS := .docs
 RELEASE := .release
-# What the benchmarks measure with: BASE=.newest takes the versions that pip installs today.
+# What the benchmarks and `make smoke` run with: BASE=.newest takes the versions that pip installs today.
 BASE := $(VENV)
 PEERS := $(if $(filter $(NEWEST),$(BASE)),$(NEWEST)-peers,.peers)
 export PEERS
-PEER_NAMES := torchrl cpprb flashbax sb3 sbx holosoma lerobot
+PEER_NAMES := torchrl cpprb flashbax rlox sb3 sbx holosoma lerobot
 READY := $(PEER_NAMES:%=$(PEERS)/%/.ready)
 DECIDES := pyproject.toml setup.py constraints.txt
 
@@ -33,18 +33,28 @@ export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
+<<<<<<< HEAD
 .PHONY: help train test compat newest torchrl ray rsl_rl bench gpu report docs dist clean
+=======
+.PHONY: help train test compat newest smoke torchrl ray bench gpu report docs dist clean
+>>>>>>> main
 
 help:
 	@echo "make train   train SAC on Pendulum-v1; options: ARGS='--env NAME --prioritized --seed 1 ...'"
 	@echo "make test    ruff, mypy and the tests; ARGS go to pytest; with SLOW=1 also the tests marked slow,"
 	@echo "             with SLOW=nightly every test"
-	@echo "make compat  the tests on the oldest torch, triton and tensordict supported (downloads gigabytes); ARGS and SLOW as above"
+	@echo "make compat  the tests on the oldest torch, triton, tensordict and numba supported (downloads gigabytes);"
+	@echo "             ARGS and SLOW as above"
 	@echo "make newest  the same on the newest ones, those that pip installs today"
+	@echo "make smoke   a minute's work with what is installed: buffers, training, mapped files; BASE=.compat or .newest"
 	@echo "make torchrl run programs and losses on TorchRL and on gpubuf, and compare what they give"
 	@echo "make ray     the tests of buffers in actors of Ray"
+<<<<<<< HEAD
 	@echo "make rsl_rl  the tests of the algorithms in rsl_rl's runner"
 	@echo "make bench   all benchmarks beside TorchRL, cpprb and flashbax, each in its environment;"
+=======
+	@echo "make bench   all benchmarks beside TorchRL, cpprb, flashbax and rlox, each in its environment;"
+>>>>>>> main
 	@echo "             writes benchmarks/results/<device>-<date>.json and its like, or into OUT=folder;"
 	@echo "             BASE=.newest: with the versions that pip installs today, as the figures in README.md"
 	@echo "make gpu STAGE=1|2|3  tests and benchmarks on an NVIDIA GPU, each stage within seven minutes; OUT=folder"
@@ -52,7 +62,7 @@ help:
 	@echo "make report  write the figures of benchmarks/results/ into README.md and the pages of docs/;"
 	@echo "             FROM='folders' of make gpu are brought there first"
 	@echo "make docs    build the documentation site into site/; warnings are errors"
-	@echo "make dist    build sdist and wheel into dist/, and check them"
+	@echo "make dist    build sdist and wheels into dist/, on Linux on x86-64 also that with machine code, and check them"
 	@echo "make clean   remove environments, caches and build products"
 
 train: $(VENV)/.train
@@ -69,6 +79,9 @@ compat: $(COMPAT)/.test
 
 newest: $(NEWEST)/.test
 	$(NEWEST)/bin/python -m pytest $(SELECTED)
+
+smoke: $(BASE)/.test
+	cd "$$(mktemp -d)" && '$(CURDIR)/$(BASE)/bin/python' '$(CURDIR)/tests/support/smoke.py' mapped
 
 torchrl: $(PEERS)/torchrl/.ready
 	$(PEERS)/torchrl/bin/python -m pytest -n 0 tests/contracts/test_torchrl.py tests/objectives/test_torchrl_losses.py \
@@ -104,10 +117,18 @@ docs: $(DOCS)/.ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet $(ARGS)
 	@echo "open site/index.html"
 
-dist: $(RELEASE)/.ready
-	rm -rf dist
+# The kernels are compiled by Numba in the environment of the tests. auditwheel finds out the tag that is true: it looks
+# for patchelf on the PATH. The recipe is for conda-forge, which builds from the sdist.
+dist: $(VENV)/.test $(RELEASE)/.ready
+	rm -rf dist build
 	$(RELEASE)/bin/python -m build
+ifeq ($(shell uname -sm),Linux x86_64)
+	GPUBUF_MACHINE_CODE=1 $(VENV)/bin/python -m build --no-isolation --wheel --outdir build/wheel
+	PATH="$(CURDIR)/$(RELEASE)/bin:$$PATH" $(RELEASE)/bin/python -m auditwheel repair --wheel-dir dist build/wheel/*.whl
+endif
 	$(RELEASE)/bin/python -m twine check --strict dist/*
+	GPUBUF_DIST=dist $(VENV)/bin/python -m pytest -n 0 -m 'not network' tests/test_packaging.py $(ARGS)
+	$(VENV)/bin/python release/recipe.py > build/recipe.yaml
 
 clean:
 	rm -rf $(VENV) $(COMPAT) $(NEWEST) $(NEWEST)-peers $(DOCS) $(RELEASE) $(PEERS) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .coverage
@@ -150,7 +171,7 @@ $(DOCS)/.ready: $(DOCS)/.created docs/requirements.txt constraints.txt
 	@touch $@
 
 $(RELEASE)/.ready: $(RELEASE)/.created constraints.txt
-	$(RELEASE)/bin/python -m pip install -q build twine
+	$(RELEASE)/bin/python -m pip install -q build twine auditwheel patchelf
 	@touch $@
 
 # A peer's environment holds what the peer needs beside ours, and sees the rest there, so that all are measured on one

@@ -1,8 +1,8 @@
 """Writes the measured figures into README.md and the pages of docs/, so that none of them is typed by hand.
 
 ``python -m benchmarks.report`` reads the newest file of every kind in ``benchmarks/results/``, and rewrites the blocks
-between the markers ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``. With ``--check`` it changes nothing, and
-fails if a page is out of date.
+between the markers ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``, and draws the pictures of these runs.
+With ``--check`` it changes nothing, and fails if a page or a picture is out of date.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 
 from benchmarks.measure.elsewhere import ROOT
 from benchmarks.measure.prediction import COLD, WARM, on_device
-from benchmarks.measure.results import Run, Runs, newest_runs
+from benchmarks.measure.results import Run, Runs, by_curve, newest_runs
+from benchmarks.pictures import draw, outdated
 from benchmarks.studies.in_turn import WORKLOADS as HEADLINES
 from benchmarks.workloads import losses
 from benchmarks.workloads.registry import REGISTRY, TITLES
@@ -158,7 +159,7 @@ def in_turn(run: Run) -> str:
 
 #: Workloads of calls in turn that README shows.
 SHOWN = (
-    *("uniform-sample-256", "extend-256", "prioritized-sample-256", "sample-and-update-256"),
+    *("uniform-sample-256", "extend-1", "extend-256", "prioritized-sample-256", "sample-and-update-256"),
     *("slices-5M-in-6M-write-and-sample", "SAC-update-256"),
 )
 
@@ -222,14 +223,6 @@ def contenders(run: Run) -> str:
 
 
 # Studies
-
-
-def by_curve(run: Run) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """The runs of each environment and curve."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for one in run.data["learning"]:
-        found.setdefault((one["env"], one["curve"]), []).append(one)
-    return found
 
 
 def algorithms(run: Run) -> str:
@@ -386,6 +379,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stale.append(name)
             if not options.check:
                 path.write_text(new)
+    for name in outdated(runs):
+        stale.append(name)
+        if not options.check:
+            draw(name, runs)
     print(f"{'out of date' if options.check else 'rewritten'}: {', '.join(stale) or 'none'}")
     return 1 if options.check and stale else 0
 

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from griffe import Attribute, Class, Docstring, Extension, Function, Module, Object, Parameters
+from griffe import Attribute, Class, Docstring, Extension, Function, Object, Parameters
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hooks import ROLE, core_of, public_paths
+from hooks import ROLE, public_paths
 
 PUBLIC = public_paths()
 #: An argument of a docstring whose names go on in the next line, which Griffe does not join.
@@ -71,28 +70,8 @@ def again(docstring: Docstring, kind: Object) -> Docstring:
     return Docstring(docstring.value, parent=kind, **options)
 
 
-def classes(module: Module) -> Iterator[Class]:
-    """Those of a package and of its modules."""
-    for member in module.members.values():
-        if isinstance(member, Class):
-            yield member
-        elif isinstance(member, Module):
-            yield from classes(member)
-
-
 class Roles(Extension):
-    """Rewrites the docstrings of every object that has one, and lets the core speak for the classes that add to it."""
-
-    def on_package(self, *, pkg: Module, **kwargs: Any) -> None:
-        if pkg.name != "gpubuf":
-            return
-        for kind in classes(pkg["torchrl"]):
-            core = core_of(kind)
-            if core is not None:
-                kind.docstring = core.docstring and again(core.docstring, kind)
-                if "__init__" in kind.members and "__init__" in core.all_members:
-                    own, init = kind.members["__init__"], core.all_members["__init__"]
-                    own.parameters, own.docstring = init.parameters, init.docstring
+    """Rewrites the docstrings of every object that has one."""
 
     def on_object(self, *, obj: Object, loader: Any, **kwargs: Any) -> None:
         if obj.docstring is None and isinstance(obj, Class):

@@ -22,7 +22,8 @@ from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.placement import readable
 from gpubuf.kernels import _tuned
-from gpubuf.kernels._registry import numba_installed
+from gpubuf.kernels._jit import dispatcher_of, machine_code
+from gpubuf.kernels._registry import compiled
 from gpubuf.kernels.config import SPACES
 from gpubuf.terminal import aligned
 
@@ -122,9 +123,13 @@ class Info:
         ]
         host = [("host", platform.machine(), "", *map(readable, self.host))]
         none = [] if self.devices else [("no GPU", self.no_gpu, "", "", "")]
-        tuned = [(str(file.path), file.device, file.date, f"{file.points}", file.state) for file in self.tuned]
+        tuned = [(file.path.name, file.device, file.date, f"{file.points}", file.state) for file in self.tuned]
         if not tuned:
-            tuned = [(f"none in {folder}", "", "", "", "") for folder in self.folders]
+            tuned = [("none", "", "", "", "")]
+        folders = [(f"compiled for {name}", path) for name, path in self.caches.items()]
+        folders += [
+            ("tuned files", str(path)) for path in dict.fromkeys((*self.folders, *(f.path.parent for f in self.tuned)))
+        ]
         works = {None: "not tried", True: "yes", False: "no"}
         checks, needs = (
             [(check.name, works[check.works], check.why) for check in some] for some in (self.checks, self.needs)
@@ -135,7 +140,8 @@ class Info:
             [("tuned file", "device", "made", "points", "used"), *tuned],
             [("on this GPU", "works", "why not"), *checks],
             [("the first launch needs", "found", "what is missing"), *needs],
-            [("compiled kernels", "are kept in"), *self.caches.items()],
+            # Paths have lines of their own: they are of any length.
+            [("folders",), *((line,) for name, path in folders for line in (name, f"  {path}"))],
         ]
 
     def __str__(self) -> str:
@@ -159,7 +165,7 @@ def info() -> Info:
         ),
         # The launcher is a piece of C that Triton compiles then, against Python's headers.
         needs=(_check("a C compiler", _find_compiler), _check("Python.h", _find_header)),
-        caches={"CPU": _of(_numba_cache), "Triton": _of(_triton_cache)},
+        caches={"CPU": _of(_cpu_kernels), "Triton": _of(_triton_cache)},
     )
 
 
@@ -272,10 +278,11 @@ def _of(where: Callable[[], str]) -> str:
         return f"unknown ({type(error).__name__}: {error})".partition("\n")[0]
 
 
-def _numba_cache() -> str:
-    if not numba_installed():
+def _cpu_kernels() -> str:
+    if (code := machine_code()) is not None:
+        return str(code.__file__)
+    if not compiled():
         return "none: Numba is not installed, so that plain PyTorch does the CPU's work, which is slower"
-    from gpubuf.kernels._jit import dispatcher_of
     from gpubuf.kernels.philox._numba_kernels import uniform
 
     return str(dispatcher_of(uniform.function, cached=True)._cache.cache_path)

@@ -1,4 +1,4 @@
-"""CPU kernels: compiled by Numba at their first call, and kept on disk by its cache.
+"""CPU kernels: machine code that a wheel brings along, or compiled by Numba at the first call and kept on disk by it.
 
 Modules that are imported before a kernel runs don't import Numba, which takes half a second. They name their kernels:
 :func:`named`.
@@ -11,7 +11,6 @@ import functools
 import hashlib
 import importlib
 import logging
-import sys
 import threading
 import time
 import warnings
@@ -30,7 +29,7 @@ _warned = False
 
 
 class Kernel:
-    """A CPU kernel. It is loaded from disk at its first call, or compiled where it is not there.
+    """A CPU kernel. Its first call takes it from :func:`machine_code`, or else loads it from disk, or else compiles it.
 
     It takes addresses and counts, which are int64, and what its function annotates as float or bool. It returns such a
     number or nothing, runs without the GIL, divides as NumPy does, and raises only :exc:`MemoryError`.
@@ -56,10 +55,10 @@ class Kernel:
         return self._function
 
     def load(self) -> Callable[..., Any]:
-        """The entry that Python calls, past Numba's dispatcher."""
+        """The entry that Python calls: the wheel's, or Numba's past its dispatcher."""
         with _lock:
             if self._enter is None:
-                self._enter = _compiled(self.function)
+                self._enter = getattr(machine_code(), self.name, None) or _compiled(self.function)
             return self._enter
 
 
@@ -114,6 +113,19 @@ def source_stamp() -> str:
     return found.hexdigest()
 
 
+@functools.cache
+def machine_code() -> Any:
+    """The extension that a wheel brings along: each kernel, compiled, is an attribute of its name.
+
+    None where there is none, where it was compiled from other sources, or where this processor lacks what it needs.
+    """
+    try:
+        found = importlib.import_module("gpubuf.kernels._machine_code")
+    except ImportError:
+        return None
+    return found if found.runs_here and found.stamp == source_stamp() else None
+
+
 def dispatcher_of(function: Callable[..., Any], cached: bool) -> Any:
     """Numba's dispatcher, with what it keeps on disk."""
     import numba
@@ -124,13 +136,19 @@ def dispatcher_of(function: Callable[..., Any], cached: bool) -> Any:
     return dispatcher
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def signature_of(function: Callable[..., Any]) -> tuple[Any, ...]:
+    """Numba's types of the arguments of a kernel; see :class:`Kernel`."""
     from numba import types
-    from numba.core.errors import NumbaError
 
     kinds, found = {"float": types.float64, "bool": types.boolean}, function.__annotations__
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    signature = tuple(kinds.get(getattr(found.get(name), "__name__", ""), types.int64) for name in names)
+    return tuple(kinds.get(getattr(found.get(name), "__name__", ""), types.int64) for name in names)
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    from numba.core.errors import NumbaError
+
+    signature = signature_of(function)
     problem: Exception | None = None
     # What is on disk may be broken after a loss of power: it is replaced. Or else there is no room for it.
     for cached in (True, True, False):
@@ -182,6 +200,5 @@ def _announced() -> Iterator[None]:
 
 
 def _announce() -> None:
-    # A warning is printed even without logging set up, so it is one only if somebody watches the terminal.
-    level = logging.WARNING if sys.stderr.isatty() else logging.INFO
-    logger.log(level, "gpubuf compiles its CPU kernels, which takes some seconds; the next process finds them on disk")
+    # A warning is printed without logging set up too, on a terminal and into a log.
+    logger.warning("gpubuf compiles its CPU kernels, for some seconds; later they come from disk")

@@ -62,6 +62,9 @@ try:
 except ImportError:  # A Triton with other insides, or without NVIDIA's backend.
     native_specialize_impl = CUDABackend = CudaLauncher = CompiledKernel = None
 
+# Triton 3.4 has it in its language.
+constexpr_function = getattr(triton, "constexpr_function", None) or vars(tl)["constexpr_function"]
+
 KEPT = 1024
 """Variants kept, and configurations of each. There are more only if sizes change with every call."""
 

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpubuf.kernels._jit import machine_code
+
 NAMESPACE = "gpubuf"
 
 # FRAGMENT, so that a module that is reloaded (or a test that defines its own operation) can share the namespace.
@@ -33,16 +35,19 @@ _triton_on_cpu = False
 
 
 @functools.cache
-def numba_installed() -> bool:
-    """Whether Numba can do the CPU's work of families that have a ``_numba.py``: the same as ``_cpu.py``, faster."""
-    return importlib.util.find_spec("numba") is not None
+def compiled() -> bool:
+    """Whether families that have a ``_numba.py`` do the CPU's work by it: the same as ``_cpu.py``, faster.
+
+    It takes machine code of the wheel, or Numba.
+    """
+    return machine_code() is not None or importlib.util.find_spec("numba") is not None
 
 
 def _imported(target: str) -> Callable[..., Any]:
-    """The function named ``"module:function"``: of ``_numba.py`` in place of ``_cpu.py``, if Numba is installed."""
+    """The function named ``"module:function"``: of ``_numba.py`` in place of ``_cpu.py``, if it is :func:`compiled`."""
     module, _, name = target.partition(":")
     family, _, part = module.rpartition(".")
-    if part == "_cpu" and numba_installed() and importlib.util.find_spec(f"{family}._numba"):
+    if part == "_cpu" and compiled() and importlib.util.find_spec(f"{family}._numba"):
         module = f"{family}._numba"
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return function
@@ -52,7 +57,7 @@ class Backend:
     """The functions of a ``_cpu.py``, as its attributes. Each is imported when it is first asked for.
 
     Args:
-        module: its name. ``_numba.py`` stands in for it where Numba is installed.
+        module: its name. ``_numba.py`` stands in for it where that is :func:`compiled`.
     """
 
     def __init__(self, module: str) -> None:

@@ -22,14 +22,14 @@ ROOT = Path(__file__).parent.parent
 TOP = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS = [*TOP, *sorted((ROOT / "docs").glob("*/**/*.md")), ROOT / "examples" / "README.md"]
 #: Libraries that the pages of integrations show beside gpubuf.
-PEERS = ("torchrl", "stable_baselines3", "holosoma", "lerobot", "rsl_rl")
+PEERS = ("torchrl", "stable_baselines3", "holosoma", "lerobot", "datasets", "rsl_rl")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(document: Path, *languages: str) -> list[tuple[int, str]]:
-    """(line number, text) of every fenced block in one of the languages."""
+    """(line number, text) of every fenced block in one of the languages; of all blocks, if none is named."""
     text = document.read_text()
-    return [(text.count("\n", 0, m.start()) + 2, m[2]) for m in BLOCK.finditer(text) if m[1] in languages]
+    return [(text.count("\n", 0, m.start()) + 2, m[2]) for m in BLOCK.finditer(text) if m[1] in (languages or m[1])]
 
 
 def name(document: Path) -> str:
@@ -49,6 +49,13 @@ def test_python_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.M
     for line, block in blocks(document, "python", "py"):
         # blank lines in front, so that a traceback names the line of the page
         exec(compile("\n" * (line - 1) + block, str(document), "exec"), namespace)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_code_fits_beside_the_navigation(document: Path):
+    """On a screen of 1280 pixels the site shows 88 characters of a line of code."""
+    lines = [line for _, block in blocks(document) for line in block.splitlines()]
+    assert [line for line in lines if len(line) > 88] == []
 
 
 def test_readme_fits_on_a_screen_and_changes_one_line():

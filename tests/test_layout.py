@@ -83,7 +83,7 @@ def test_kernel_files_hold_kernels_only(path: Path):
         if isinstance(node, ast.FunctionDef):
             decorators = [ast.unparse(d) for d in node.decorator_list]
             (decorator,) = (d.partition("(")[0] for d in decorators)
-            allowed = ("triton.jit", "triton.constexpr_function", "jit_for_any_size")
+            allowed = ("triton.jit", "constexpr_function", "jit_for_any_size")
             assert decorator in allowed, f"{node.name} has {decorators}"
 
 

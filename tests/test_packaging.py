@@ -1,8 +1,14 @@
-"""Wheel and sdist hold what they should: a checkout without symlinks would silently lose the kernels."""
+"""Wheels and sdist hold what they should: a checkout without symlinks would silently lose the kernels.
 
+They are built here, or are those of the folder that GPUBUF_DIST names: `make dist` tests what it has built.
+"""
+
+import hashlib
 import json
 import os
+import platform
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -10,11 +16,16 @@ import sysconfig
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Callable
 from email.parser import Parser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from gpubuf.info import info
+from gpubuf.kernels import _jit
 
 ROOT = Path(__file__).parent.parent
 #: An sdist has the kernels where the link leads, and neither link nor folder at the top.
@@ -22,10 +33,16 @@ CHECKOUT = (ROOT / "kernels").exists()
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
 
 
-def build(source: Path, *what: str) -> None:
+BUILT = os.environ.get("GPUBUF_DIST")
+#: The environment of `make dist` has tools that the tests have not.
+TOOLS = os.pathsep.join([str(ROOT / ".release" / "bin"), os.environ["PATH"]])
+LINUX_X86 = (sys.platform, platform.machine()) == ("linux", "x86_64")
+
+
+def build(source: Path, *what: str, **variables: str) -> None:
     """Build into ``source/dist`` with the tools installed here: no isolation, so no network."""
     command = [sys.executable, "-m", "build", "--no-isolation", *what, str(source)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    run = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
@@ -37,7 +54,7 @@ def run_away(python: str | Path, program: str, cwd: Path, env: dict[str, str]) -
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the source tree, wheel and sdist built in ``dist/``.
+    """A copy of the source tree, with the wheel for all systems and the sdist in ``dist/``.
 
     A copy, because setuptools leaves build/ behind, and puts what it finds there into the next wheel.
     """
@@ -47,19 +64,65 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (shutil.copytree if (ROOT / hidden).is_dir() else shutil.copy)(ROOT / hidden, copy / hidden)
     if CHECKOUT:
         shutil.copytree(ROOT / ".editable", copy / ".editable", symlinks=True)
-    build(copy, "--wheel", "--sdist")
+    if BUILT:
+        (copy / "dist").mkdir()
+        for file in (*ROOT.joinpath(BUILT).glob("*none-any.whl"), *ROOT.joinpath(BUILT).glob("*.tar.gz")):
+            shutil.copy(file, copy / "dist")
+    else:
+        build(copy, "--wheel", "--sdist")
     return copy
 
 
-def wheel_names(folder: Path) -> list[str]:
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        return archive.namelist()
+@pytest.fixture(scope="module")
+def pure(tree: Path) -> Path:
+    """The wheel for all systems."""
+    (wheel,) = (tree / "dist").glob("*.whl")
+    return wheel
 
 
 @pytest.fixture(scope="module")
-def wheel_files(tree: Path) -> list[str]:
-    return wheel_names(tree / "dist")
+def machine_code(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel with machine code, with the tag that auditwheel gives it where that is installed."""
+    if not LINUX_X86:
+        pytest.skip("a wheel with machine code is for Linux on x86-64")
+    if BUILT:
+        (wheel,) = ROOT.joinpath(BUILT).glob("*manylinux*.whl")
+        return wheel
+    pytest.importorskip("numba")
+    folder = tmp_path_factory.mktemp("machine_code")
+    build(tree, "--wheel", "--outdir", str(folder), GPUBUF_MACHINE_CODE="1")
+    (wheel,) = folder.glob("*.whl")
+    if shutil.which("auditwheel", path=TOOLS) is None:
+        return wheel
+    repair = [shutil.which("auditwheel", path=TOOLS), "repair", "--wheel-dir", folder / "dist", wheel]
+    subprocess.run(repair, env={**os.environ, "PATH": TOOLS}, check=True, capture_output=True)
+    (wheel,) = (folder / "dist").glob("*.whl")
+    return wheel
+
+
+@pytest.fixture
+def wheel(request: pytest.FixtureRequest) -> Path:
+    """A wheel by the name of its fixture."""
+    built: Path = request.getfixturevalue(request.param)
+    return built
+
+
+def wheel_names(wheel: Path) -> list[str]:
+    """The files in it; those of auditwheel have entries for folders too."""
+    with zipfile.ZipFile(wheel) as archive:
+        return [name for name in archive.namelist() if not name.endswith("/")]
+
+
+def in_metadata(wheel: Path, name: str) -> str:
+    """A file of the metadata of a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        (found,) = (each for each in archive.namelist() if each.endswith(f".dist-info/{name}"))
+        return archive.read(found).decode()
+
+
+@pytest.fixture(scope="module")
+def wheel_files(pure: Path) -> list[str]:
+    return wheel_names(pure)
 
 
 @pytest.fixture(scope="module")
@@ -87,18 +150,51 @@ def test_wheel_holds_the_package_and_nothing_else(wheel_files: list[str]):
     assert {name.partition("/")[0] for name in inside} == {"gpubuf"}
 
 
-def test_wheel_metadata(tree: Path):
-    (wheel,) = (tree / "dist").glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        (metadata_name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-        metadata = Parser().parsestr(archive.read(metadata_name).decode())
-        info = metadata_name.partition("/")[0]
-        assert b"MIT License" in archive.read(f"{info}/licenses/LICENSE")
-        assert "gpubuf = gpubuf.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
+def test_wheel_metadata(pure: Path):
+    metadata = Parser().parsestr(in_metadata(pure, "METADATA"))
+    assert "MIT License" in in_metadata(pure, "licenses/LICENSE")
+    assert "gpubuf = gpubuf.cli:main" in in_metadata(pure, "entry_points.txt")
     assert metadata["License-Expression"] == "MIT"
     assert metadata["Requires-Python"] == ">=3.11"
     needed = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert not [line for line in needed if "pytest" in line or "gymnasium" in line]
+
+
+def test_the_pure_wheel_is_for_all_systems(pure: Path):
+    tags = Parser().parsestr(in_metadata(pure, "WHEEL"))
+    assert (tags["Root-Is-Purelib"], tags.get_all("Tag")) == ("true", ["py3-none-any"])
+    assert pure.name.endswith("-py3-none-any.whl")
+
+
+LINK = re.compile(r"\]\(([^)]+)\)|(?:src|href)=\"([^\"]+)\"")
+
+
+def test_links_of_the_readme_lead_somewhere_from_another_page(pure: Path, tree: Path):
+    """PyPI shows it. In the repository they are relative, so that they lead to the version at hand."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    base = project["urls"]["Repository"]
+    shown = Parser().parsestr(in_metadata(pure, "METADATA"))
+    text = shown.get_payload()
+    assert shown["Description-Content-Type"] == "text/markdown"
+    assert "REPOSITORY" not in text
+    assert f"git clone {base} gpubuf" in text
+    written = [a or b for a, b in LINK.findall((ROOT / "README.md").read_text())]
+    links = [a or b for a, b in LINK.findall(text)]
+    assert len(links) == len(written)
+    assert not [link for link in written if link.startswith(base)]
+    for link, before in zip(links, written, strict=True):
+        assert link.startswith(("https://", "#")), link
+        if link.startswith(base):
+            assert link.removeprefix(base) in (f"/blob/main/{before}", f"/raw/main/{before}")
+            assert ("/raw/" in link) == before.endswith((".png", ".svg", ".gif", ".webp"))
+            assert (ROOT / before.partition("#")[0]).exists(), before
+        else:
+            assert link == before
+    (sdist,) = (tree / "dist").glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        information = archive.extractfile(f"{sdist.name.removesuffix('.tar.gz')}/PKG-INFO")
+        assert information is not None
+        assert Parser().parsestr(information.read().decode()).get_payload() == text
 
 
 def test_sdist_holds_the_project(sdist_files: list[str]):
@@ -121,13 +217,13 @@ def test_wheel_from_the_sdist_is_the_same(tree: Path, wheel_files: list[str], tm
         archive.extractall(tmp_path, filter="data")
     (unpacked,) = tmp_path.iterdir()
     build(unpacked, "--wheel")
-    assert sorted(wheel_names(unpacked / "dist")) == sorted(wheel_files)
+    (again,) = (unpacked / "dist").glob("*.whl")
+    assert sorted(wheel_names(again)) == sorted(wheel_files)
 
 
-def test_wheel_works_away_from_the_checkout(tree: Path, tmp_path: Path):
+def test_wheel_works_away_from_the_checkout(pure: Path, tmp_path: Path):
     """The library and its low layer are imported from the wheel's own files; both backends' sources are there."""
-    (wheel,) = (tree / "dist").glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
+    with zipfile.ZipFile(pure) as archive:
         archive.extractall(tmp_path)
     program = (
         "import importlib.util, gpubuf.data, gpubuf.objectives, gpubuf.kernels\n"
@@ -139,7 +235,7 @@ def test_wheel_works_away_from_the_checkout(tree: Path, tmp_path: Path):
     )
     run = run_away(sys.executable, program, tmp_path, {**os.environ, "PYTHONPATH": str(tmp_path)})
     assert run.returncode == 0, run.stderr
-    version = wheel.name.split("-")[1]
+    version = pure.name.split("-")[1]
     assert run.stdout.split() == [str(tmp_path / "gpubuf" / "kernels" / "rows" / "__init__.py"), version]
 
 
@@ -211,14 +307,14 @@ def packages_of_extras() -> set[str]:
 
 
 @pytest.mark.slow
-def test_the_wheel_installs_into_a_fresh_environment(tree: Path, tmp_path: Path):
+@pytest.mark.parametrize("wheel", ["pure", "machine_code"], indirect=True)
+def test_the_wheel_installs_into_a_fresh_environment(wheel: Path, tmp_path: Path):
     """pip, the command, and the buffers without an extra: writes, priorities, slices, files, checkpoints and a plan.
 
     The environment sees the packages installed here, and is filled by the pip of here: nothing is downloaded.
     """
     missing = packages_of_extras()
-    assert {"gymnasium", "rich", "matplotlib", "pytest"} <= missing
-    (wheel,) = (tree / "dist").glob("*.whl")
+    assert {"gymnasium", "numba", "rich", "matplotlib", "pytest"} <= missing
     python = fresh_environment(tmp_path)
     pip(python, "install", "-q", "--no-index", "--no-deps", str(wheel)).check_returncode()
     program = WITHOUT_EXTRAS.format(missing=missing)
@@ -247,18 +343,17 @@ def programs_of_the_readme() -> tuple[str, str]:
         ("stable-baselines3", (2, 9), "from gpubuf.integrations.sb3 import DictReplayBuffer, ReplayBuffer"),
     ],
 )
-def test_pip_finds_the_newest_of_others(other: str, oldest: tuple[int, ...], program: str, tree: Path, tmp_path: Path):
+def test_pip_finds_the_newest_of_others(other: str, oldest: tuple[int, ...], program: str, pure: Path, tmp_path: Path):
     """CASES 86: gpubuf and the newest TorchRL or Stable-Baselines3 go together, and run in what pip installs.
 
     TensorDict is what pip would have to replace here. PyTorch stays the one of here.
     """
-    (wheel,) = (tree / "dist").glob("*.whl")
     (tmp_path / "constraints.txt").write_text(f"torch=={torch.__version__}\n")
     python = fresh_environment(tmp_path)
     if pip(python, "index", "versions", "--retries", "0", other).returncode:
         pytest.skip(f"no index that has {other} can be reached")
     options = ["--report", str(tmp_path / "report.json"), "--constraint", str(tmp_path / "constraints.txt")]
-    run = pip(python, "install", "-q", "--no-compile", *options, str(wheel), other)
+    run = pip(python, "install", "-q", "--no-compile", *options, str(pure), other)
     assert run.returncode == 0, run.stderr
     items = json.loads((tmp_path / "report.json").read_text())["install"]
     installed = {item["metadata"]["name"]: item["metadata"]["version"] for item in items}
@@ -269,9 +364,10 @@ def test_pip_finds_the_newest_of_others(other: str, oldest: tuple[int, ...], pro
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (ROOT / ".release" / ".ready").exists(), reason="`make dist` has not made its environment")
-def test_twine_accepts_what_is_built(tree: Path):
-    check = [ROOT / ".release" / "bin" / "python", "-m", "twine", "check", "--strict", *(tree / "dist").iterdir()]
+@pytest.mark.skipif(shutil.which("twine", path=TOOLS) is None, reason="twine is not installed: `make dist` does it")
+def test_twine_accepts_what_is_built(tree: Path, machine_code: Path):
+    twine = shutil.which("twine", path=TOOLS)
+    check = [twine, "check", "--strict", *(tree / "dist").iterdir(), machine_code]
     run = subprocess.run(check, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
 
@@ -294,6 +390,221 @@ def test_the_package_is_reached_through_relative_links():
     assert os.listdir(ROOT / ".editable") == ["gpubuf"]
 
 
+# Machine code of the CPU kernels
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch):
+    """Puts an extension with some attributes where the wheel has one; nothing where None is given."""
+
+    def put(**attributes: object) -> None:
+        found = SimpleNamespace(**attributes) if attributes else None
+        monkeypatch.setitem(sys.modules, "gpubuf.kernels._machine_code", found)
+        _jit.machine_code.cache_clear()
+
+    yield put
+    monkeypatch.undo()
+    _jit.machine_code.cache_clear()
+
+
+def compiled_elsewhere(name: str, *, stamp: str | None = None, runs_here: bool = True) -> dict[str, object]:
+    return {"stamp": stamp or _jit.source_stamp(), "runs_here": runs_here, name: lambda *_: "compiled elsewhere"}
+
+
+@pytest.fixture
+def uniform(monkeypatch: pytest.MonkeyPatch) -> _jit.Kernel:
+    """A kernel as it is before its first call."""
+    kernel = _jit.named("philox._numba_kernels.uniform")
+    monkeypatch.setattr(kernel, "_enter", None)
+    return kernel
+
+
+def test_a_kernel_is_taken_from_the_machine_code(beside: Callable[..., None], uniform: _jit.Kernel):
+    beside(**compiled_elsewhere(uniform.name))
+    assert uniform() == "compiled elsewhere"
+
+
+@pytest.mark.parametrize("reason", ["missing", "other sources", "an older processor", "another kernel"])
+def test_numba_compiles_where_there_is_no_machine_code(reason: str, beside: Callable[..., None], uniform: _jit.Kernel):
+    pytest.importorskip("numba")
+    beside(
+        **{
+            "missing": {},
+            "other sources": compiled_elsewhere(uniform.name, stamp="0"),
+            "an older processor": compiled_elsewhere(uniform.name, runs_here=False),
+            "another kernel": compiled_elsewhere("rows._numba_read.copy_batch"),
+        }[reason]
+    )
+    assert (_jit.machine_code() is None) == (reason != "another kernel")
+    rng, out = torch.tensor([7, 3, 0]), torch.empty(5, dtype=torch.float64)
+    assert uniform(rng.data_ptr(), 5, out.data_ptr()) is None
+    assert rng.tolist() == [7, 8, 0]
+
+
+def test_info_says_which_machine_code_is_used(beside: Callable[..., None]):
+    beside(**compiled_elsewhere("a.kernel"), __file__="/there/_machine_code.abi3.so")
+    assert info().caches["CPU"] == "/there/_machine_code.abi3.so"
+
+
+@pytest.mark.slow
+def test_the_machine_code_wheel_holds_one_file_more(machine_code: Path, pure: Path):
+    extension = "gpubuf/kernels/_machine_code.abi3.so"
+    assert {*wheel_names(machine_code)} - {*wheel_names(pure)} == {extension}
+    assert {*wheel_names(pure)} <= {*wheel_names(machine_code)}
+    assert in_metadata(machine_code, "METADATA") == in_metadata(pure, "METADATA")
+
+
+@pytest.mark.slow
+def test_the_tags_of_the_machine_code_wheel_are_true(machine_code: Path, tmp_path: Path):
+    """The stable ABI of Python 3.11, and a system that has the symbols of the C library which it needs."""
+    tags = Parser().parsestr(in_metadata(machine_code, "WHEEL"))
+    assert tags["Root-Is-Purelib"] == "false"
+    platforms = machine_code.stem.rpartition("-")[2].split(".")
+    assert sorted(tags.get_all("Tag", [])) == sorted(f"cp311-abi3-{name}" for name in platforms)
+    with zipfile.ZipFile(machine_code) as archive:
+        path = archive.extract("gpubuf/kernels/_machine_code.abi3.so", tmp_path)
+    if (nm := shutil.which("nm")) is not None:
+        symbols = subprocess.run([nm, "-D", path], check=True, capture_output=True, text=True).stdout.splitlines()
+        found = {kind: {each.split()[-1] for each in symbols if f" {kind} " in each} for kind in "TDBRU"}
+        assert found["T"] == {"PyInit__machine_code"}
+        assert not found["D"] | found["B"] | found["R"]
+        other = {name.partition("@")[0] for name in found["U"] if not re.match("_?Py", name)}
+        assert other <= {"free", "malloc", "memcpy", "memmove", "memset"}
+    auditwheel = shutil.which("auditwheel", path=TOOLS)
+    if auditwheel is None:
+        pytest.skip("auditwheel is not installed: `make dist` does it")
+    said = subprocess.run([auditwheel, "show", machine_code], check=True, capture_output=True, text=True).stdout
+    assert set(platforms) == {"manylinux_2_17_x86_64", "manylinux2014_x86_64"}
+    assert 'consistent with the following platform tag: "manylinux_2_17_x86_64"' in " ".join(said.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("system", "taken"),
+    [
+        ("manylinux2014_x86_64", "machine_code"),
+        ("manylinux2014_aarch64", "pure"),
+        ("macosx_14_0_arm64", "pure"),
+        ("win_amd64", "pure"),
+    ],
+)
+def test_pip_takes_the_wheel_of_a_system(
+    system: str, taken: str, machine_code: Path, pure: Path, request: pytest.FixtureRequest, tmp_path: Path
+):
+    if "manylinux" not in machine_code.name:
+        pytest.skip("auditwheel is not installed, which gives the wheel its tag")
+    found = [argument for wheel in (machine_code, pure) for argument in ("--find-links", str(wheel.parent))]
+    for version in ("3.11", "3.13"):
+        into = tmp_path / version
+        options = ["--platform", system, "--python-version", version, "--only-binary", ":all:", "--dest", str(into)]
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-index", "--no-deps", *found, *options, "gpubuf"]
+        subprocess.run(command, env=away(), cwd=tmp_path, check=True)
+        assert [path.name for path in into.iterdir()] == [request.getfixturevalue(taken).name]
+
+
+DRAWS = """
+import hashlib, sys
+
+sys.modules.update(dict.fromkeys({missing}))
+import torch
+import gpubuf
+from gpubuf.info import info
+
+torch.manual_seed(0)
+digest = hashlib.sha256()
+ends = torch.rand(6000, 1) < 0.03
+after = dict(observation=torch.randn(6000, 5), reward=torch.randn(6000, 1), done=ends, terminated=ends)
+rows = {{"observation": torch.randn(6000, 5), "action": torch.rand(6000, 2), "next": after}}
+slices = gpubuf.SliceSampler(slice_len=8)
+samplers = slices, gpubuf.PrioritizedSampler(5000, alpha=0.6, beta=0.4), gpubuf.RandomSampler()
+for number, sampler in enumerate(samplers):
+    storage = gpubuf.LazyTensorStorage(5000)
+    buffer = gpubuf.TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=64, n_steps=(1, 3, 3)[number])
+    for _ in range(3):
+        buffer.extend(rows)
+        for _ in range(5):
+            batch = buffer.sample()
+            for key in sorted(batch.keys(True, True), key=str):
+                digest.update(batch[key].contiguous().view(torch.uint8).numpy().tobytes())
+            batch["td_error"] = torch.rand(64)
+            buffer.update_tensordict_priority(batch)
+print(digest.hexdigest(), info().caches["CPU"], bool(sys.modules.get("numba")), sep="\\n")
+"""
+
+
+@pytest.mark.slow
+def test_machine_code_gives_what_numba_gives(machine_code: Path, tmp_path: Path):
+    """To the bit, without Numba. Where a source has changed, or where there is no machine code, Numba compiles."""
+    python = fresh_environment(tmp_path)
+    pip(python, "install", "-q", "--no-index", "--no-deps", str(machine_code)).check_returncode()
+    kernels = Path(sysconfig.get_path("platlib", vars={"platbase": str(python.parents[1])}), "gpubuf", "kernels")
+    extension = str(kernels / "_machine_code.abi3.so")
+
+    def drawn(*missing: str) -> list[str]:
+        """What was drawn, what compiled the kernels, and whether Numba was imported."""
+        run = run_away(python, DRAWS.format(missing=missing), tmp_path, away())
+        assert run.returncode == 0, run.stderr
+        return run.stdout.splitlines()
+
+    digest, *how = drawn("numba")
+    assert how == [extension, "False"]
+    assert drawn() == [digest, extension, "False"]
+    with (kernels / "_primitives.py").open("a") as source:
+        source.write("# changed\n")
+    assert drawn("numba")[1].startswith("none: Numba is not installed")
+    again, where, imported = drawn()
+    assert (again, imported) == (digest, "True")
+    assert where != extension
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wheel", "missing"), [("pure", "nothing"), ("machine_code", "numba")], indirect=["wheel"])
+def test_a_minutes_work_with_an_installed_wheel(wheel: Path, missing: str, tmp_path: Path):
+    """Buffers, checkpoints, training and mapped files, in an environment that sees nothing of the checkout."""
+    pytest.importorskip("gymnasium")
+    python = fresh_environment(tmp_path)
+    pip(python, "install", "-q", "--no-index", "--no-deps", str(wheel)).check_returncode()
+    smoke = (ROOT / "tests" / "support" / "smoke.py").read_text()
+    program = f"import sys\nsys.modules.update(dict.fromkeys({[missing]}))\nsys.argv[1:] = ['mapped']\n{smoke}"
+    program = program.replace("from __future__ import annotations\n", "")
+    run = run_away(python, program, tmp_path, away())
+    assert run.returncode == 0, run.stderr
+
+
+# The recipe for conda
+
+
+def test_the_recipe_says_what_the_project_says(tree: Path):
+    """conda's names for the same dependencies; rattler-build reads it where that is installed."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML, which OmegaConf brings, is not installed")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (sdist,) = (tree / "dist").glob("*.tar.gz")
+    namespace = runpy.run_path(str(ROOT / "release" / "recipe.py"))
+    text = namespace["recipe"](sdist)
+    found = yaml.safe_load(text)
+    assert found["context"] == {"version": project["version"], "python_min": project["requires-python"][2:]}
+    assert found["source"]["sha256"] == hashlib.sha256(sdist.read_bytes()).hexdigest()
+    assert found["source"]["url"].replace("${{ version }}", project["version"]).endswith(f"/{sdist.name}")
+    needed = {re.split(r"[^\w-]", line)[0] for line in project["dependencies"]}
+    run, held = found["requirements"]["run"], found["requirements"]["run_constraints"]
+    assert {line.split()[0] for line in run} == (needed - {"torch", "triton"}) | {"python", "pytorch", "numba"}
+    for line in (*run[1:], *held):
+        name = line.split()[0].removeprefix("py") if "pytorch" in line else line.split()[0]
+        wanted = [
+            each for each in (*project["dependencies"], *project["optional-dependencies"]["numba"]) if name in each
+        ]
+        assert wanted[0].partition(";")[0] == "".join(line.split()).replace("pytorch", "torch")
+    build = found["build"]
+    assert build["noarch"] == "python"
+    assert build["python"]["entry_points"] == [f"gpubuf = {project['scripts']['gpubuf']}"]
+    try:
+        from rattler_build import Stage0Recipe
+    except ImportError:
+        return
+    (variant,) = Stage0Recipe.from_yaml(text).render()
+    assert (variant.recipe.package.name, variant.recipe.package.version) == ("gpubuf", project["version"])
+
+
 # Beside other packages
 
 
@@ -308,12 +619,12 @@ def environment(folder: Path, *wheels: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def installed(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Path], Path]]:
+def installed(tree: Path, pure: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Path], Path]]:
     """For each way to have gpubuf, the wheels to install and the folder to run in."""
     program = "from setuptools.build_meta import build_editable; build_editable('editable')"
     (tree / "editable").mkdir()
     subprocess.run([sys.executable, "-c", program], cwd=tree, check=True, capture_output=True)
-    (editable,), (wheel,) = (tree / "editable").glob("*.whl"), (tree / "dist").glob("*.whl")
+    (editable,) = (tree / "editable").glob("*.whl")
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (sdist,) = (tree / "dist").glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -322,7 +633,7 @@ def installed(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return {
         "clone": ([], tree),
         "sdist": ([], unpacked),
-        "wheel": ([wheel], elsewhere),
+        "wheel": ([pure], elsewhere),
         "editable": ([editable], elsewhere),
     }
 

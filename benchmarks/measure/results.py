@@ -80,6 +80,14 @@ class Run:
         return list(self._by_workload)
 
 
+def by_curve(run: Run) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The runs of each environment and curve."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for one in run.data["learning"]:
+        found.setdefault((one["env"], one["curve"]), []).append(one)
+    return found
+
+
 def combined(runs: Sequence[Run]) -> Run:
     """Several files of one machine as one.
 

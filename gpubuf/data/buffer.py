@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data import moving, passing
+from gpubuf.data import datasets, moving, passing
 from gpubuf.data.check import Report, check
 from gpubuf.data.checkpoints import restore, shards
 from gpubuf.data.hindsight import Hindsight
@@ -80,6 +81,8 @@ class ReplayBuffer:
     priority_key: str | tuple[str, ...] = ()
     #: Whether iteration puts the info of a sample into it.
     _samples_have_info = False
+    #: Types of batches whose entries are the keys of rows.
+    _entries_are_keys: tuple[type, ...] = (TensorDict,)
 
     def __init__(
         self,
@@ -231,6 +234,8 @@ class ReplayBuffer:
         """
         if update_priority is not None:
             raise NotImplementedError("update_priority is for TensorDictReplayBuffer, whose batches carry priorities")
+        if type(data) is TensorDict and (index := self.parts.writes.prepared(data)) is not None:
+            return index
         return self.parts.write(data, None)
 
     @writing
@@ -242,7 +247,9 @@ class ReplayBuffer:
             dimensions. No host sync.
         """
         cursor = self.parts.storage.cursor
-        data = self.parts.writes.as_tensors(data)
+        if type(data) in self._entries_are_keys and self.parts.writes.prepared(data, one_row=True) is not None:
+            return cursor
+        data = self._row_of(data)
         row = self.parts.storage.as_batch(data, self.dim_extend)
         try:
             index = self.extend(row)
@@ -252,6 +259,10 @@ class ReplayBuffer:
         if self.parts.storage.ndim > 1 or not index.numel():
             return index
         return cursor if self.parts.writer.in_order else self.parts.writer.added(index)
+
+    def _row_of(self, data: Any) -> Data:
+        """One row as it is stored, without a batch dimension."""
+        return self.parts.writes.as_tensors(data)
 
     @property
     def column_keys(self) -> list[Any]:
@@ -527,6 +538,11 @@ class ReplayBuffer:
         if n is None:
             raise RuntimeError("batch_size must be given to can_sample() or to the constructor")
         return self.parts.sampler.can_sample(self.parts.storage, n)
+
+    # Data sets
+
+    as_dataset = datasets.as_dataset
+    export = datasets.export
 
     # Memory
 

@@ -32,6 +32,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
     """
 
     _samples_have_info = True
+    _entries_are_keys = (TensorDict, dict)
 
     def __init__(
         self,
@@ -60,6 +61,11 @@ class TensorDictReplayBuffer(ReplayBuffer):
             TypeError: ``data`` is something else.
             ValueError: as :meth:`ReplayBuffer.extend`, or a priority is NaN, infinite or negative (CPU).
         """
+        if type(data) is TensorDict or type(data) is dict:
+            # Whatever comes with priorities is written in the general way.
+            index = self.parts.writes.prepared(data)
+            if index is not None:
+                return index
         if type(data) is not TensorDict:
             if isinstance(data, (dict, list)):
                 data = self._as_tensordicts(data, self.parts.storage.ndim)
@@ -93,9 +99,9 @@ class TensorDictReplayBuffer(ReplayBuffer):
             return [self._as_tensordicts(row, ndim - 1) for row in data]
         return data
 
-    def add(self, data: Data) -> int | Tensor | None:
-        """As :meth:`ReplayBuffer.add`; a dict of tensors, arrays and numbers is stored as a TensorDict."""
-        return super().add(self._as_tensordicts(data, self.parts.storage.ndim - 1))
+    def _row_of(self, data: Any) -> Data:
+        """A dict of tensors, arrays and numbers is stored as a TensorDict."""
+        return super()._row_of(self._as_tensordicts(data, self.parts.storage.ndim - 1))
 
     def _given_priority(self, data: Any) -> Tensor | None:
         if isinstance(data, list):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -69,10 +70,6 @@ class Writes:
         ``priority`` finds the priorities that a batch carries, float32 ``[n]``; None: it carries none.
         """
         storage = self.storage
-        if type(data) is TensorDict:
-            index = self._by_prepared(data)
-            if index is not None:
-                return index
         storage.check_owned()
         rows = self._rows_of(data)
         try:
@@ -95,17 +92,24 @@ class Writes:
             found[: -storage.max_size] = -1
         return found
 
-    def _by_prepared(self, batch: TensorDict) -> Tensor | None:
-        """Write the rows of a TensorDict in eager mode. None: they take the general way; nothing changed."""
+    def prepared(self, data: TensorDict | dict[str, Any], one_row: bool = False) -> Tensor | None:
+        """Write a TensorDict, or a dict that could be one, in eager mode; or one row, to a storage of one dimension.
+
+        Returns:
+            Its index, of which one row has no need. None: it takes the general way; nothing changed.
+        """
         route = self._current_route()
-        if route is None or not runs_at_once(route.ring):
+        values = None if route is None else route.layout.entries_of(data)
+        if route is None or values is None or route.step or not runs_at_once(route.ring):
             return None
-        size = batch.batch_size
-        ready = route.of_size(size[0], keeps_index=True) if size else None
-        if ready is None or ready.n > self.storage.max_size:
-            return None
-        tensors = route.layout.entries_of(batch)
-        if tensors is None or not ready.fill(tensors):
+        if one_row:
+            ready = route.one_step
+            # A float of Python, with a name of NumPy's.
+            values = [float(value) if type(value) is np.float64 else value for value in values]
+        else:
+            size = data.batch_size if type(data) is TensorDict else getattr(values[0], "shape", ())
+            ready = route.of_size(size[0], keeps_index=True) if size else None
+        if ready is None or ready.n > self.storage.max_size or not ready.fill(values):
             return None
         index = self.storage.append_prepared(ready.launch, ready.n)
         if index is not None:

@@ -18,6 +18,7 @@ from gpubuf.kernels._operations import direct
 from gpubuf.modules.fast_call import entry
 from gpubuf.objectives.base import LossModule, warn
 from gpubuf.objectives.batch import REDUCTIONS, next_state
+from gpubuf.objectives.networks import without_gradients
 from gpubuf.objectives.options import leaf_of
 from gpubuf.objectives.sac import SACOptions, SoftActorCritic
 
@@ -243,7 +244,7 @@ class DiscreteSACLoss(SoftActorCritic):
     def _critic_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """(reduced loss of all critics, priority of each row S, values of all actions ``[N, *S, A]``)."""
         keys, critics, state = self.tensor_keys, self._critics, next_state(tensordict)
-        with torch.no_grad():
+        with without_gradients():
             logits = self._actor.target.run(state, policy_logits, state)
             next_q = critics.target(state, keys.action_value)
             value = _soft_value(next_q, self._checked_logits(logits, next_q), alpha)

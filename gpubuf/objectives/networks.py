@@ -32,6 +32,24 @@ Owners = Mapping[str, TensorDictBase]
 Found = TypeVar("Found")
 
 
+class _ClearingNoGrad(torch.no_grad):
+    """``torch.no_grad``, after which autocast casts weights anew: what it keeps of them has no gradient."""
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        torch.clear_autocast_cache()
+
+
+def _no_grad() -> torch.no_grad:
+    # Compiled code keeps no casts, and Dynamo knows no other class.
+    return torch.no_grad() if torch.compiler.is_compiling() else _ClearingNoGrad()
+
+
+# From PyTorch 2.11 on autocast keeps no weight that it has cast without gradients.
+without_gradients = torch.no_grad if torch.__version__ >= (2, 11) else _no_grad
+"""``torch.no_grad`` for networks that learn from the same batch."""
+
+
 def paths(params: TensorDictBase) -> list[Path]:
     """The path of each leaf of ``params``, as names from the root."""
     return [key if isinstance(key, tuple) else (key,) for key in params.keys(True, True)]

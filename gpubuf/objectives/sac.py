@@ -19,6 +19,7 @@ from gpubuf.kernels._operations import direct
 from gpubuf.modules.fast_call import entry
 from gpubuf.objectives.base import LossModule
 from gpubuf.objectives.batch import HAS_TARGET, REDUCTIONS, joined, next_state, reduced
+from gpubuf.objectives.networks import without_gradients
 from gpubuf.objectives.options import CriticNetworks, LossOptions, leaf_of
 
 _temperature_slope = direct(sac.temperature_loss)
@@ -153,7 +154,7 @@ class SoftActorCritic(LossModule):
 
     @target_entropy.setter
     def target_entropy(self, value: float) -> None:
-        if isinstance(value, int | float) and not math.isfinite(value):
+        if not (isinstance(value, Tensor) or math.isfinite(value)):
             raise ValueError(f"target_entropy must be finite, got {value}")
         self._target_entropy.fill_(value)
         self._target_entropy_known = True
@@ -249,7 +250,7 @@ class SoftActorCritic(LossModule):
         actions. A subclass may return something else that its :meth:`_actor_loss` takes.
         """
         key, critics, state = self._tensor_keys.state_action_value, self._critics, next_state(tensordict)
-        with torch.no_grad():
+        with without_gradients():
             _, next_log_prob = self._actor.target.run(state, self._act, state)
             shape = next_log_prob.shape
             next_q = None if self.joint_batch else self._next_values(state, shape)
@@ -259,7 +260,7 @@ class SoftActorCritic(LossModule):
             rows = joined(tensordict, state, self.qvalue_network.in_keys)
             q, next_q = critics.online(rows, key).chunk(2, 1)
             if self.delay_qvalue:
-                with torch.no_grad():
+                with without_gradients():
                     _, next_q = critics.target(rows, key).chunk(2, 1)
             next_q = self._checked(next_q.detach(), shape)
         loss, priority = self._critic_distance(q, next_q, next_log_prob, alpha, tensordict)
@@ -493,7 +494,7 @@ class SACLoss(SoftActorCritic):
     def _critic_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.value_network_params is None:
             return super()._critic_loss(tensordict, alpha)
-        with torch.no_grad():
+        with without_gradients():
             value = self._state_value(next_state(tensordict), target=True)
         target = self.td_target(value.unsqueeze(0), tensordict, value.shape)
         q = self._checked(self._critics.online(tensordict, self.tensor_keys.state_action_value), target.shape)
@@ -527,7 +528,7 @@ class SACLoss(SoftActorCritic):
     def _state_value_loss(self, tensordict: TensorDictBase, alpha: Tensor) -> Tensor:
         """The reduced loss of the value network, whose target is ``min_k Qtarget_k(s, a~) - alpha log pi(a~|s)``."""
         value = self._state_value(tensordict, target=False)
-        with torch.no_grad():
+        with without_gradients():
             state = tensordict.copy()
             _, log_prob = self._actor.target.run(state, self._act, state)
             q = self._checked(self._critics.target(state, self.tensor_keys.state_action_value), log_prob.shape)

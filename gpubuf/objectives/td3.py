@@ -14,6 +14,7 @@ from torch import Tensor
 from gpubuf.modules.fast_call import entries, entry, is_plain
 from gpubuf.objectives.base import LossModule
 from gpubuf.objectives.batch import next_state, reduced
+from gpubuf.objectives.networks import without_gradients
 from gpubuf.objectives.options import CriticNetworks, LossOptions, leaf_of
 
 
@@ -205,7 +206,8 @@ class TD3Loss(LossModule):
 
     def _value_loss(self, tensordict: TensorDictBase, seen: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """(reduced loss of all critics, values without gradient)."""
-        next_value, target = self._target(seen)
+        with without_gradients():
+            next_value, target = self._target(seen)
         q = self._checked(self._critics.online(seen, self.tensor_keys.state_action_value), target.shape)
         loss, td_error = self.td_loss(q, target, seen)
         self._set_priority(tensordict, seen, td_error.square())
@@ -231,9 +233,8 @@ class TD3Loss(LossModule):
         weight, mask = self.row_weights(tensordict, shape)
         return reduced(-q[0], weight, mask, self.reduction), q.detach()
 
-    @torch.no_grad()
     def _target(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """(values of the next states, targets of the critics), both S. No gradient."""
+        """(values of the next states, targets of the critics), both S."""
         next_q, shape = self._next_values(tensordict)
         return next_q.amin(0).reshape(shape), self.td_target(next_q, tensordict, shape)
 

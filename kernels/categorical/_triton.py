@@ -280,7 +280,7 @@ def categorical_loss_kernel(
     largest = tl.zeros([BLOCK], REAL)
     for _ in range(nets):
         target = atom_rows(target_ptr, row, inside, ATOMS, WIDTH, REAL, 0.0)
-        e, below, _ = exponentials(atom_rows(logits_ptr, row, inside, ATOMS, WIDTH, REAL, -float("inf")))
+        e, below, _top = exponentials(atom_rows(logits_ptr, row, inside, ATOMS, WIDTH, REAL, -float("inf")))
         total = tl.sum(e, 1)
         # An atom without mass adds nothing, whatever its logit.
         each = tl.log(total) * tl.sum(target, 1) - tl.sum(target * tl.where(target == 0, 0.0, below), 1)

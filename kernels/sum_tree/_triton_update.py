@@ -27,7 +27,7 @@ Helpers take these as tuples, with None for what is not read:
 import triton
 import triton.language as tl
 
-from gpubuf.kernels._launching import jit_for_any_size
+from gpubuf.kernels._launching import constexpr_function, jit_for_any_size
 from gpubuf.kernels.rows._triton_tiles import SIZE, WRITTEN
 from gpubuf.kernels.sum_tree._triton import (
     ALPHA,
@@ -52,16 +52,16 @@ TAG = tl.constexpr(0x80000000)
 ENTRY_OF_TAG = tl.constexpr(0x7FFFFFFF)
 
 
-@triton.constexpr_function
+@constexpr_function
 def columns_of(shift):
     """Binary logarithm of the children of a node, ``1 << shift`` in all, that are read together."""
     return shift if shift < 3 else 3 if shift < 6 else shift - 2
 
 
-@triton.constexpr_function
-def few_nodes(shift, block_nodes):
+@constexpr_function
+def few_nodes(columns, block_nodes):
     """Nodes that a single program recomputes in one short turn, with a child for each thread of eight warps."""
-    return min(block_nodes, max(256 >> columns_of(shift), 1))
+    return min(block_nodes, max(256 >> columns, 1))
 
 
 @triton.jit
@@ -359,7 +359,7 @@ def top_two_levels(nodes, below, count, within, SHIFT: tl.constexpr):
 @triton.jit
 def levels_above(nodes, rows, run, lowest, depth, SHIFT: tl.constexpr, BLOCK_NODES: tl.constexpr):
     """All levels from ``lowest`` (2 or more) up, by one program."""
-    few = tl.arange(0, few_nodes(SHIFT, BLOCK_NODES))
+    few = tl.arange(0, few_nodes(columns_of(SHIFT), BLOCK_NODES))
     block = tl.arange(0, BLOCK_NODES)
     below = level_start(nodes[2], lowest - 1, SHIFT)
     # A wide node takes more registers than the two levels may have.
@@ -385,7 +385,7 @@ def levels_above(nodes, rows, run, lowest, depth, SHIFT: tl.constexpr, BLOCK_NOD
 @triton.jit
 def first_level(leaves, nodes, rows, run, SHIFT: tl.constexpr, BLOCK_NODES: tl.constexpr):
     """Level 1, by one program, which has written the leaves and has read the old root."""
-    few = tl.arange(0, few_nodes(SHIFT, BLOCK_NODES))
+    few = tl.arange(0, few_nodes(columns_of(SHIFT), BLOCK_NODES))
     block = tl.arange(0, BLOCK_NODES)
     within = in_level(run, SHIFT, level_up(nodes[2], SHIFT))
     due = tl.minimum(within[1], rows[1])

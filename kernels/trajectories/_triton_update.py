@@ -417,7 +417,7 @@ def trajectories_bits_above_kernel(
     below = steps * 0
     for lower in range(0, level - 1):
         below += words_of(steps, lower) * envs
-        first, last, _ = run_above(first, last, words_of(steps, lower))
+        first, last, _whole = run_above(first, last, words_of(steps, lower))
     positions = words_of(steps, level - 1)
     first, _, count, padded = run_of_words(first, last, positions, n >= steps)
     i = tl.program_id(0).to(tl.int64) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)

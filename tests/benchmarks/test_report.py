@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import report
+from benchmarks import pictures, report
 from benchmarks.measure.machine import RESULTS
 from benchmarks.measure.results import Run, kind_of, newest_runs, write_results
 from benchmarks.report import rewritten
@@ -43,6 +43,22 @@ def test_without_a_run_figures_are_open(name: str):
 
 def test_the_committed_pages_are_those_of_the_committed_runs():
     assert report.main(["--check"]) == 0
+
+
+def test_a_picture_is_that_of_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It is drawn anew where it is missing or where runs have changed, and a peer that is faster has a bar too."""
+    runs = newest_runs()
+    (tmp_path / "docs").mkdir()
+    monkeypatch.setattr(pictures, "ROOT", tmp_path)
+    assert pictures.outdated(runs) == [*pictures.PICTURES]
+    for name in pictures.PICTURES:
+        pictures.draw(name, runs)
+    assert pictures.outdated(runs) == []
+    took = {"uniform-sample-256": {"gpubuf": 20.0, "torchrl": 10.0}}
+    runs["in_turn"] = Run("", {**runs["in_turn"].data, "in_turn": {"torchrl": took}})
+    assert pictures.outdated(runs) == ["docs/performance.png"]
+    pictures.draw("docs/performance.png", runs)
+    assert pictures.drawn("docs/performance.png") == {"uniform sample, 256": {"TorchRL": 0.5}}
 
 
 def test_committed_results_say_where_they_come_from():

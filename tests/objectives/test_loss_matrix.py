@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from tests.contracts import pairwise
-from tests.contracts.objectives import CLASSES, LossContract
+from tests.contracts.objectives import CLASSES, CONTRACTS, LossContract
 from tests.support.losses_setup import assert_agrees
 from tests.support.sac_setup import run_loss, total
 
@@ -164,3 +164,17 @@ def test_autocast_keeps_sums_in_float32(name):
     total(out).backward()
     gradients = [parameter.grad for parameter in mean.parameters()]
     assert all(gradient.dtype is torch.float32 and gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in CONTRACTS), ("TD3Loss, ensemble", {"delay_actor": False})], ids=str
+)
+def test_autocast_leaves_every_parameter_its_gradient(name, options):
+    """PyTorch before 2.11 keeps what it casts of an actor for targets, without gradients, for the actor's own loss."""
+    contract = CONTRACTS[name]
+    loss = contract.loss(**options).float()
+    batch = contract.batch(6).apply(lambda t: t.float() if t.is_floating_point() else t)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = run_loss(loss, batch, 0)
+    total(out).backward()
+    assert [name for name, parameter in loss.named_parameters() if parameter.grad is None] == []

@@ -21,6 +21,7 @@ from gpubuf.train.trainer import Trainer
 from tests.contracts import first_quick
 from tests.support.fake_cuda import DataDependentOutputException
 from tests.support.graph_recorder import RecordedCuda
+from tests.support.sac_setup import total
 from tests.support.train_environments import PREFIX
 from tests.support.train_runs import run, state_of
 
@@ -212,6 +213,9 @@ def test_bfloat16(algo, monkeypatch):
     assert {dtype for learns, dtype in seen if learns} == {torch.bfloat16}
     assert torch.float32 in {dtype for _, dtype in seen}
     assert trainer._sums.isfinite().all()
+    # By an update of the policy too, which some algorithms have in few.
+    total(trainer.agent.losses(trainer.buffer.sample())).backward()
+    assert [name for name, each in trainer.agent.loss.named_parameters() if each.grad is None] == []
     assert {each.dtype for each in state_of(trainer).values() if each.is_floating_point()} <= {
         torch.float32,
         torch.float64,

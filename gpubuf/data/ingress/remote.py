@@ -134,6 +134,9 @@ class RemoteWrites:
         n, ndim = self._remote.writes_by().extend(data), self._remote.storage.ndim
         return torch.full((n,) if ndim == 1 else (n, ndim), -1, device="cpu")
 
+    def prepared(self, data: Any, one_row: bool = False) -> None:
+        """Nothing is: rows are sent."""
+
     def columns(self, columns: Any, one_step: bool) -> bool:
         """Send rows, an array per key."""
         self._remote.writes_by().write_columns(columns, one_step=one_step)

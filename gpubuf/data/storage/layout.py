@@ -100,12 +100,10 @@ class ArenaPlan(NamedTuple):
 
 
 def _find_entries(node: Node, data: Any, found: list[Any]) -> bool:
-    """Append what ``data`` has for each leaf of ``node``. Returns whether it is a plain TensorDict with these keys."""
-    if type(data) is not TensorDict:
-        return False
-    # The TensorDict's own entries, which are only read here.
-    entries: dict[str, Any] = data._tensordict
-    if len(entries) != len(node.children):
+    """Append what ``data`` has for each leaf of ``node``. Returns whether it is a TensorDict, or a dict, of these keys."""
+    # A plain TensorDict's own entries, which are only read here.
+    entries: Any = data._tensordict if type(data) is TensorDict else data
+    if type(entries) is not dict or len(entries) != len(node.children):
         return False
     for name, child in node.children.items():
         value = entries.get(name)
@@ -235,8 +233,8 @@ class RowLayout:
             return isinstance(self.root, int) and data.ndim == len(self.leaves[self.root].shape)
         return is_data(data) and len(data.batch_size) == len(self.nested_batch)
 
-    def entries_of(self, data: TensorDict) -> list[Any] | None:
-        """What a plain TensorDict has for each of ``leaves``, unchecked; None if it has other keys."""
+    def entries_of(self, data: TensorDict | dict[str, Any]) -> list[Any] | None:
+        """What a plain TensorDict or a dict has for each of ``leaves``, unchecked; None if it has other keys."""
         found: list[Any] = []
         return found if isinstance(self.root, Node) and _find_entries(self.root, data, found) else None
 

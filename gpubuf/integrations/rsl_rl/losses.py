@@ -12,6 +12,7 @@ from gpubuf.kernels import categorical
 from gpubuf.kernels._operations import direct
 from gpubuf.objectives import TD3Loss
 from gpubuf.objectives.batch import REDUCTIONS, reduced
+from gpubuf.objectives.networks import without_gradients
 
 _categorical_target = direct(categorical.categorical_target)
 
@@ -50,7 +51,7 @@ class CategoricalTD3Loss(TD3Loss):
 
     def _value_loss(self, tensordict: TensorDictBase, seen: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         support = self.v_min, self.v_max
-        with torch.no_grad():
+        with without_gradients():
             next_q, shape = self._next_values(seen)
             reward, terminated, steps = self.bootstrap_rows(seen, shape)
             rows = next_q, None, None, reward, terminated, self._value_estimator.gamma, steps, None
