@@ -19,7 +19,7 @@ RELEASE := .release
 BASE := $(VENV)
 PEERS := $(if $(filter $(NEWEST),$(BASE)),$(NEWEST)-peers,.peers)
 export PEERS
-PEER_NAMES := torchrl cpprb flashbax sb3 sbx holosoma lerobot
+PEER_NAMES := torchrl cpprb flashbax rlox sb3 sbx holosoma lerobot
 READY := $(PEER_NAMES:%=$(PEERS)/%/.ready)
 DECIDES := pyproject.toml setup.py constraints.txt
 
@@ -45,7 +45,7 @@ help:
 	@echo "make smoke   a minute's work with what is installed: buffers, training, mapped files; BASE=.compat or .newest"
 	@echo "make torchrl run programs and losses on TorchRL and on gpubuf, and compare what they give"
 	@echo "make ray     the tests of buffers in actors of Ray"
-	@echo "make bench   all benchmarks beside TorchRL, cpprb and flashbax, each in its environment;"
+	@echo "make bench   all benchmarks beside TorchRL, cpprb, flashbax and rlox, each in its environment;"
 	@echo "             writes benchmarks/results/<device>-<date>.json and its like, or into OUT=folder;"
 	@echo "             BASE=.newest: with the versions that pip installs today, as the figures in README.md"
 	@echo "make gpu STAGE=1|2|3  tests and benchmarks on an NVIDIA GPU, each stage within seven minutes; OUT=folder"

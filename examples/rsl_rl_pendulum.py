@@ -20,7 +20,7 @@ from gpubuf.train.torch_environments import Pendulum
 SMALL = {"hidden_dims": [64, 64]}
 CONFIGS: dict[str, dict[str, Any]] = {
     "SAC": {"learning_rate": 1e-3},
-    "FastSAC": {"learning_rate": 1e-3, "tau": 0.05, "policy_frequency": 2, "v_min": -10.0, "v_max": 10.0},
+    "FastSAC": {"learning_rate": 1e-3, "tau": 0.05, "policy_every": 2, "v_min": -10.0, "v_max": 10.0},
     "FlashSAC": {"learning_rate": 1e-3, "tau": 0.05},
     "FastTD3": {"learning_rate": 1e-3, "tau": 0.05, "weight_decay": 0.0},
 }
@@ -62,9 +62,10 @@ class PendulumEnv(VecEnv):
 
 def config(algorithm: str) -> dict[str, Any]:
     """A configuration of rsl_rl."""
-    sizes = {"batch_size": 512, "updates_per_step": 4, "buffer_steps": 500}
+    sizes = {"batch_size": 256, "updates_per_step": 8, "buffer_steps": 500, "learning_rate": 2e-3}
     return {
         "num_steps_per_env": 20,
+        "save_interval": 10,
         "obs_groups": {"actor": ["policy"], "critic": ["policy", "privileged"]},
         "actor": SMALL,
         "critic": SMALL,

@@ -61,11 +61,12 @@ class TensorDictReplayBuffer(ReplayBuffer):
             TypeError: ``data`` is something else.
             ValueError: as :meth:`ReplayBuffer.extend`, or a priority is NaN, infinite or negative (CPU).
         """
+        if type(data) is TensorDict or type(data) is dict:
+            # Whatever comes with priorities is written in the general way.
+            index = self.parts.writes.prepared(data)
+            if index is not None:
+                return index
         if type(data) is not TensorDict:
-            if type(data) is dict and update_priority is None:
-                index = self.parts.writes.prepared(data)
-                if index is not None:
-                    return index
             if isinstance(data, (dict, list)):
                 data = self._as_tensordicts(data, self.parts.storage.ndim)
             first = data[0] if isinstance(data, list) and data else data
