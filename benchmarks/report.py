@@ -159,7 +159,7 @@ def in_turn(run: Run) -> str:
 
 #: Workloads of calls in turn that README shows.
 SHOWN = (
-    *("uniform-sample-256", "extend-256", "prioritized-sample-256", "sample-and-update-256"),
+    *("uniform-sample-256", "extend-1", "extend-256", "prioritized-sample-256", "sample-and-update-256"),
     *("slices-5M-in-6M-write-and-sample", "SAC-update-256"),
 )
 

@@ -16,7 +16,7 @@ from gpubuf.info import tuned_files
 
 PACKAGES = (
     *("torch", "triton", "tensordict", "numba", "numpy", "gymnasium"),
-    *("torchrl", "cpprb", "flashbax", "jax", "jaxlib", "stable-baselines3"),
+    *("torchrl", "cpprb", "flashbax", "rlox", "jax", "jaxlib", "stable-baselines3"),
 )
 RESULTS = Path(__file__).parents[1] / "results"
 

@@ -5,6 +5,7 @@ An adapter does nothing that is timed: a benchmark times the functions that it r
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -122,6 +123,10 @@ class Library(ABC):
     update: Callable[[Any, Any], Any]
     #: one step of prioritized training: draw ``n``, give the drawn rows these priorities, return the batch
     step: Callable[[int, Any], Any]
+
+    def newest(self, n: int) -> Any:
+        """A batch of many rows among the ``n`` written last; None: :meth:`stored` has all, in order."""
+        return None
 
     def row_bytes(self) -> int:
         """About how many bytes a row takes in this library's buffer."""
@@ -450,9 +455,79 @@ class Flashbax(Library):
         return "wall"
 
 
+class Rlox(Library):
+    """rlox: NumPy arrays on the CPU, in Rust. It writes rows one by one into a buffer with priorities."""
+
+    name = "rlox"
+    title = "rlox"
+    tree_bytes = 16
+    exact_sums = False
+
+    def load(self) -> None:
+        if self.device != "cpu":
+            raise UnavailableError(f"rlox has no buffer on {self.device}")
+        with needing("rlox"):
+            import rlox
+        self.library = rlox
+
+    def open(self) -> None:
+        sizes = len(self.source), self.source.layout.observation, self.source.layout.action
+        if self.prioritized:
+            buffer = self.library.PrioritizedReplayBuffer(*sizes, ALPHA, BETA)
+            self.update = buffer.update_priorities
+        else:
+            buffer = self.library.ReplayBuffer(*sizes)
+        self.buffer, self.seeds = buffer, itertools.count()
+        self.sample = lambda n: buffer.sample(n, next(self.seeds))
+        self.extend, self.step = self.write, self.take_step
+
+    def write(self, calls: tuple[Callable[..., None], list[Any]]) -> None:
+        write, several = calls
+        for one in several:
+            write(*one)
+
+    def take_step(self, n: int, priority: np.ndarray) -> dict[str, np.ndarray]:
+        batch = self.buffer.sample(n, next(self.seeds))
+        self.buffer.update_priorities(batch["indices"], priority)
+        return batch
+
+    def rows(self, source: TensorDict) -> tuple[Callable[..., None], list[Any]]:
+        rows = flat_arrays(source)
+        observation, action, after = rows["observation"], rows["action"], rows["next.observation"]
+        reward, terminated = rows["next.reward"].ravel(), rows["next.terminated"].ravel()
+        truncated = rows["next.done"].ravel() & ~terminated
+        if len(reward) > 1 and not self.prioritized:
+            flat = (*map(np.ravel, (observation, after, action)), reward)
+            return self.buffer.push_batch, [(*flat, terminated.view(np.uint8), truncated.view(np.uint8))]
+        several = zip(observation, action, reward.tolist(), terminated.tolist(), truncated.tolist(), after, strict=True)
+        return self.buffer.push, list(several)
+
+    def priorities(self, index: Tensor, priority: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        return index.numpy().astype(np.uint64), priority.numpy().astype(np.float64)
+
+    def columns(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        flags = {"terminated": batch["terminated"] > 0, "done": (batch["terminated"] | batch["truncated"]) > 0}
+        after = {"observation": batch["next_obs"], "reward": batch["rewards"][:, None]}
+        found = {"observation": batch["obs"], "action": batch["actions"]}
+        found |= {f"next.{name}": column for name, column in after.items()}
+        found |= {f"next.{name}": column[:, None] for name, column in flags.items()}
+        if "weights" in batch:
+            found |= {"weight": batch["weights"], "index": batch["indices"].astype(np.int64)}
+        return found
+
+    def newest(self, n: int) -> dict[str, np.ndarray] | None:
+        if self.prioritized:
+            raise UnavailableError("rlox reads no rows but by draws: what is written can't be told from the others")
+        draws = [self.buffer.sample_recent(n, n, next(self.seeds)) for _ in range(64)]
+        return {name: np.concatenate([drawn[name] for drawn in draws]) for name in draws[0]}
+
+    def stored(self, position: np.ndarray) -> dict[str, np.ndarray]:
+        raise NotImplementedError
+
+
 #: Libraries beside ours; each has an environment of this name.
-PEERS = ("torchrl", "cpprb", "flashbax")
+PEERS = ("torchrl", "cpprb", "flashbax", "rlox")
 #: By their names in files of results.
 LIBRARIES: dict[str, type[Library]] = {
-    library.name: library for library in (Gpubuf, GpubufGraph, TorchRL, Cpprb, Flashbax)
+    library.name: library for library in (Gpubuf, GpubufGraph, TorchRL, Cpprb, Flashbax, Rlox)
 }

@@ -35,7 +35,8 @@ from benchmarks.workloads.rows import prepared
 
 #: Workloads that are compared in turn, those that share a buffer in a row, reads first.
 WORKLOADS = (
-    *("uniform-sample-256", "uniform-sample-4096", "extend-256", "prioritized-sample-256", "prioritized-sample-4096"),
+    *("uniform-sample-256", "uniform-sample-4096", "extend-1", "extend-256"),
+    *("prioritized-sample-256", "prioritized-sample-4096"),
     *("sample-and-update-256", "priority-update-256", "priority-update-4096", "slices-5M-in-6M-write-and-sample"),
     "SAC-update-256",
 )

@@ -178,6 +178,13 @@ def check_write(library: Library, n: int, rows: Callable[[TensorDict], Any]) -> 
     """
     source = library.source
     first = n + ODD
+    if library.newest(n) is not None:
+        library.extend(rows(source.rows(first, n)))
+        drawn = library.columns(library.newest(n))
+        number = drawn["action"][:, 0].astype(np.int64)
+        np.testing.assert_array_equal(np.unique(number), np.arange(first, first + n))
+        check_contents(library, drawn, number)
+        return
     position = np.arange(min(3 * n, len(source)) if library.untouched else len(source))
     before = library.stored(position)["action"][:, 0].astype(np.int64)
     library.extend(rows(source.rows(first, n)))
@@ -245,7 +252,7 @@ HOST_EXTEND = Operation("extend from the host", extending_from_host, devices=("c
 #: that share a buffer in a row, what writes rows last.
 OPERATIONS = {
     UNIFORM_SAMPLE: (256, 4096, 32768),
-    EXTEND: (256,),
+    EXTEND: (1, 256),
     HOST_EXTEND: (1, 256, 4096),
     PRIORITIZED_SAMPLE: (256, 4096),
     PRIORITY_UPDATE: (256, 4096),

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data import moving, passing
+from gpubuf.data import datasets, moving, passing
 from gpubuf.data.check import Report, check
 from gpubuf.data.checkpoints import restore, shards
 from gpubuf.data.hindsight import Hindsight
@@ -234,6 +234,8 @@ class ReplayBuffer:
         """
         if update_priority is not None:
             raise NotImplementedError("update_priority is for TensorDictReplayBuffer, whose batches carry priorities")
+        if type(data) is TensorDict and (index := self.parts.writes.prepared(data)) is not None:
+            return index
         return self.parts.write(data, None)
 
     @writing
@@ -536,6 +538,11 @@ class ReplayBuffer:
         if n is None:
             raise RuntimeError("batch_size must be given to can_sample() or to the constructor")
         return self.parts.sampler.can_sample(self.parts.storage, n)
+
+    # Data sets
+
+    as_dataset = datasets.as_dataset
+    export = datasets.export
 
     # Memory
 

@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import torch
+from torch._C._dynamo import eval_frame
 from torch._compile import _disable_dynamo
 
 from gpubuf.data.recording import capturing, current, outside_captures, used
@@ -19,6 +20,9 @@ from gpubuf.data.storage.storage import TensorStorage
 
 _T = TypeVar("_T")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+
+_compiler = eval_frame.get_eval_frame_callback
+_SKIPPED = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
 
 
 def _no_handle(index: int) -> object:
@@ -103,8 +107,25 @@ class StreamOrder:
             self._wait(stream)
 
 
-#: Decorates what a training step calls: ``torch.compile`` leaves its graph for it, and it runs as it does without.
-graph_break = _disable_dynamo
+def graph_break(method: _Method) -> _Method:
+    """Decorates what a training step calls: ``torch.compile`` leaves its graph for it, and it runs as it does without.
+
+    What PyTorch has for that takes a tenth of a small write, and is asked only where something is compiled.
+    """
+    apart = _disable_dynamo(method)
+
+    @functools.wraps(method)
+    def call(*args: Any, **named: Any) -> Any:
+        return (method if _compiler() is None else apart)(*args, **named)
+
+    return _without_frame(call)
+
+
+def _without_frame(call: Any) -> Any:
+    """A function whose frame the compiler leaves alone, and which it leaves its graph for."""
+    eval_frame.set_code_exec_strategy(call.__code__, _SKIPPED)
+    call._torchdynamo_disable = True
+    return call
 
 
 class Operation:
@@ -313,12 +334,18 @@ def writing(method: _Method) -> _Method:
 
 
 def _run_by(runner: Callable[[Any], Callable[..., Any]], method: _Method) -> _Method:
-    @functools.wraps(method)
-    def step(self: Any, *args: Any, **named: Any) -> Any:
+    @graph_break
+    def apart(self: Any, *args: Any, **named: Any) -> Any:
         return runner(self)(method, self, *args, **named)
 
-    broken: Any = graph_break(step)
-    return cast("_Method", broken)
+    # `graph_break` spelled out: every operation comes here.
+    @functools.wraps(method)
+    def step(self: Any, *args: Any, **named: Any) -> Any:
+        if _compiler() is not None:
+            return apart(self, *args, **named)
+        return runner(self)(method, self, *args, **named)
+
+    return cast("_Method", _without_frame(step))
 
 
 def together(operations: Iterable[Operation], action: Callable[[], _T]) -> _T:

@@ -10,6 +10,7 @@ import functools
 import math
 from array import array as words
 from collections.abc import Callable, Mapping, Sequence
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -92,20 +93,24 @@ class PreparedRows:
             dtype, tensor_dtype = getattr(array, "dtype", None), None if leaf.dtype.is_complex else leaf.dtype
             place = 3 * len(self._columns)
             self._columns.append((place, tensor_dtype, shape, array, dtype, source.nbytes, source.data_ptr()))
-        self._reach = max((source.nbytes for source in memory), default=0)
+        self._sizes = [source.nbytes for source in memory]
+        # Where the tensors of the last write were.
+        self._found: list[int] = []
 
     def fill(self, values: Sequence[Any]) -> bool:
         """Set all columns, in the order of the keys; False if some are anything but arrays, tensors and numbers of the
         right shape and dtype, or are views of the rows.
         """
         described, addresses = self.launch.described, self._storage.rows.addresses
-        low, high = addresses.low - self._reach, addresses.high
         if self._are_alike(*values):
             found = [*map(_address_of, values)]
-            # Those without memory, and those near the rows, are looked at one by one.
-            if (least := min(found)) and (least >= high or max(found) <= low):
-                described[::3] = words("q", found)
-                return True
+            # Rows stay where they are as long as the route fits: what was read before is still no view of them.
+            if found != self._found:
+                if 0 in found or any(map(addresses.meet, found, map(add, found, self._sizes))):
+                    return False
+                described[::3], self._found = words("q", found), found
+            return True
+        self._found = []
         for value, (place, tensor_dtype, shape, array, dtype, n_bytes, own) in zip(values, self._columns, strict=True):
             if type(value) is Tensor:
                 # Tensors of zeros may have no memory: the address of a view is then its offset.
@@ -129,9 +134,8 @@ class PreparedRows:
                 address = (_address(value) if n_bytes >= READ_IN_PLACE else 0) or own
                 if address == own:
                     array[...] = value
-            # Rows stay where they are as long as the route fits: what was read before is still no view of them.
             if address != described[place]:
-                if low < address < high and addresses.meet(address, address + n_bytes):
+                if addresses.meet(address, address + n_bytes):
                     return False
                 described[place] = address
         return True

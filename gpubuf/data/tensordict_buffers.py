@@ -61,11 +61,12 @@ class TensorDictReplayBuffer(ReplayBuffer):
             TypeError: ``data`` is something else.
             ValueError: as :meth:`ReplayBuffer.extend`, or a priority is NaN, infinite or negative (CPU).
         """
+        if type(data) is TensorDict or type(data) is dict:
+            # Whatever comes with priorities is written in the general way.
+            index = self.parts.writes.prepared(data)
+            if index is not None:
+                return index
         if type(data) is not TensorDict:
-            if type(data) is dict and update_priority is None:
-                index = self.parts.writes.prepared(data)
-                if index is not None:
-                    return index
             if isinstance(data, (dict, list)):
                 data = self._as_tensordicts(data, self.parts.storage.ndim)
             first = data[0] if isinstance(data, list) and data else data
@@ -197,7 +198,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
             positions = as_positions(index, self.parts.storage.shape, self.parts.storage.device)
             # A position of -1 is ignored.
             index = torch.where(rows_of(masks, positions.numel()).to(positions.device), positions, -1)
-        self.update_priority(index, priority, generation=generation)
+        set_priorities, changing = sampler.update_priority, self.parts.storage.changing
+        self.operation.run(changing, set_priorities, index, priority, generation=generation)
 
     def _by_row(
         self, data: TensorDictBase, index: Tensor, priority: Tensor, generation: Tensor | None, masks: list[Tensor]

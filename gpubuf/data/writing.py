@@ -70,10 +70,6 @@ class Writes:
         ``priority`` finds the priorities that a batch carries, float32 ``[n]``; None: it carries none.
         """
         storage = self.storage
-        if type(data) is TensorDict:
-            index = self.prepared(data)
-            if index is not None:
-                return index
         storage.check_owned()
         rows = self._rows_of(data)
         try:

@@ -128,6 +128,28 @@ def test_oracle_refuses_a_faulty_library(workload: str, fault: Fault):
         chosen.prepare(library, "gpubuf", "cpu")
 
 
+class ByDraws(Gpubuf):
+    """Shows no row at its place, only some of the newest."""
+
+    def newest(self, n: int) -> Any:
+        return self.buffer[(self.buffer.write_count - 1 - torch.randint(n, (64 * n,))) % CAPACITY]
+
+    def stored(self, position: np.ndarray) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("n", [1, 256])
+def test_writes_are_checked_where_rows_are_shown_by_draws(n: int):
+    """As rlox does."""
+    chosen = replace(REGISTRY[f"extend-{n}"], capacity=CAPACITY)
+    chosen.prepare(filled(chosen, ByDraws), "gpubuf", "cpu")()
+    for fault in (without("extend"), reversed_rewards if n > 1 else spoilt("next.reward", lambda column: column + 1)):
+        library = filled(chosen, ByDraws)
+        fault(library)
+        with pytest.raises(AssertionError):
+            chosen.prepare(library, "gpubuf", "cpu")
+
+
 @pytest.mark.parametrize("name", ["SAC-loss-and-backward-256", "SAC-update-256"])
 def test_losses_and_whole_updates_are_checked(name: str, monkeypatch: pytest.MonkeyPatch):
     """A loss with another temperature is refused, and an update without one of its parts."""
@@ -159,7 +181,7 @@ def test_losses_and_whole_updates_are_checked(name: str, monkeypatch: pytest.Mon
 
 def test_a_library_that_can_not_says_so(monkeypatch: pytest.MonkeyPatch):
     """A benchmark of it is skipped with the reason, and does not fail."""
-    modules = {"cpprb": "cpprb", "torchrl": "torchrl.data", "flashbax": "flashbax"}
+    modules = {"cpprb": "cpprb", "torchrl": "torchrl.data", "flashbax": "flashbax", "rlox": "rlox"}
     for name, module in modules.items():
         for each in (module, module.partition(".")[0]):
             monkeypatch.setitem(sys.modules, each, None)
