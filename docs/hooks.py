@@ -30,14 +30,16 @@ DOCS = ROOT / "docs"
 #: Pages of the site whose source is a file elsewhere.
 OUTSIDE = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 PICTURES = (".png", ".svg")
-#: How much a page counts in the search: guides before the reference, before programs, before what developers read.
+#: How much a page counts in the search: first what answers questions, then guides, and last what developers read.
 SEARCH = (
-    ("howto.md", 4),
+    *((f"{page}.md", 2) for page in ("howto", "troubleshooting", "start", "prioritized", "performance")),
     ("examples/*", 0.2),
     ("api/*", 0.05),
+    ("integrations/torchrl.md", 0.3),
     ("migration-*.md", 0.3),
     ("performance-*.md", 0.4),
     *((f"{page}.md", 0.2) for page in ("changelog", "cases", "contributing", "decisions", "kernels", "architecture")),
+    *((f"{page}.md", 0.4) for page in ("benchmarks", "tuning", "extending", "concepts")),
 )
 LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\[\]]*\])*\]\()([^)\s]+)(\))")
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)

@@ -23,10 +23,12 @@ if TYPE_CHECKING:
         PrioritizedSliceSampler,
         RandomSampler,
         ReplayBuffer,
+        ReplayBufferDataset,
         RoundRobinWriter,
         SamplerWithoutReplacement,
         SliceSampler,
         SliceSamplerWithoutReplacement,
+        StorageDataset,
         SumTree,
         TensorDictPrioritizedReplayBuffer,
         TensorDictReplayBuffer,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
         TensorStorage,
         WriterClient,
         Writers,
+        tensordict_collate,
     )
     from gpubuf.graphs import CaptureError, capture
     from gpubuf.integrations.torchrl import ListStorage, TensorDictMaxValueWriter, load_torchrl
@@ -73,12 +76,14 @@ __all__ = [
     "REDQLoss",
     "RandomSampler",
     "ReplayBuffer",
+    "ReplayBufferDataset",
     "RoundRobinWriter",
     "SACLoss",
     "SamplerWithoutReplacement",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "SoftUpdate",
+    "StorageDataset",
     "SumTree",
     "TD3Loss",
     "TensorDictMaxValueWriter",
@@ -91,6 +96,7 @@ __all__ = [
     "capture",
     "load_torchrl",
     "plan",
+    "tensordict_collate",
 ]
 
 #: The modules of names that are not in ``gpubuf.data``.

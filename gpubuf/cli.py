@@ -18,6 +18,7 @@ from typing import NoReturn
 
 import gpubuf
 from gpubuf.commands import compare, info, inspect, plan, train, tune
+from gpubuf.terminal import wrapped
 from gpubuf.train.config import UsageError
 
 #: A command's ``run`` imports PyTorch and other slow modules: help and mistyped options answer at once.
@@ -35,7 +36,8 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line: the usage of a command can be longer than a screen."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        text = f"{self.prog}: error: {message} (see {self.prog} --help)"
+        self.exit(2, f"{wrapped(text, sys.stderr)}\n")
 
 
 def unrecognized(words: Sequence[str], known: Iterable[str]) -> str:
@@ -77,10 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         # A reader such as head has seen enough.
         if not isinstance(error, BrokenPipeError):
-            print(f"gpubuf {command}: {error}", file=sys.stderr)
+            print(wrapped(f"gpubuf {command}: {error}", sys.stderr), file=sys.stderr)
         return 1
     except UsageError as error:
-        print(f"gpubuf {command}: error: {error}", file=sys.stderr)
+        print(wrapped(f"gpubuf {command}: error: {error}", sys.stderr), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"gpubuf {command}: stopped at once; everything saved before is still there", file=sys.stderr)

@@ -123,9 +123,13 @@ class Info:
         ]
         host = [("host", platform.machine(), "", *map(readable, self.host))]
         none = [] if self.devices else [("no GPU", self.no_gpu, "", "", "")]
-        tuned = [(str(file.path), file.device, file.date, f"{file.points}", file.state) for file in self.tuned]
+        tuned = [(file.path.name, file.device, file.date, f"{file.points}", file.state) for file in self.tuned]
         if not tuned:
-            tuned = [(f"none in {folder}", "", "", "", "") for folder in self.folders]
+            tuned = [("none", "", "", "", "")]
+        folders = [(f"compiled for {name}", path) for name, path in self.caches.items()]
+        folders += [
+            ("tuned files", str(path)) for path in dict.fromkeys((*self.folders, *(f.path.parent for f in self.tuned)))
+        ]
         works = {None: "not tried", True: "yes", False: "no"}
         checks, needs = (
             [(check.name, works[check.works], check.why) for check in some] for some in (self.checks, self.needs)
@@ -136,7 +140,8 @@ class Info:
             [("tuned file", "device", "made", "points", "used"), *tuned],
             [("on this GPU", "works", "why not"), *checks],
             [("the first launch needs", "found", "what is missing"), *needs],
-            [("compiled kernels", "are kept in"), *self.caches.items()],
+            # Paths have lines of their own: they are of any length.
+            [("folders",), *((line,) for name, path in folders for line in (name, f"  {path}"))],
         ]
 
     def __str__(self) -> str:

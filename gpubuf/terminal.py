@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TextIO
 
 Advance = Callable[[int], None]
 """Called with the bytes that are done since the last call."""
@@ -42,15 +45,30 @@ def progress_bar(
     from rich import progress
     from rich.console import Console
 
+    words, bar_alone = progress.TextColumn("{task.description}"), progress.BarColumn(bar_width=None)
     count = progress.DownloadColumn(binary_units=binary), progress.TransferSpeedColumn()
-    columns = progress.TextColumn("{task.description}"), progress.BarColumn(), *count, progress.TimeRemainingColumn()
-    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
+    columns = words, bar_alone, *count, progress.TimeRemainingColumn()
+    with progress.Progress(*columns, console=Console(stderr=True), expand=True) as bar:
         task = bar.add_task(description, total=total)
         yield lambda done: bar.advance(task, done)
 
 
 def show_nothing(done: int) -> None:
     """Advance no bar."""
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """The text with its lines broken between words, if ``stream`` is a terminal on which they are too long.
+
+    Lines that begin with a blank stay whole: paths and commands are copied from there.
+    """
+    if not stream.isatty():
+        return text
+    width = shutil.get_terminal_size().columns - 1
+    filler = textwrap.TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(
+        line if len(line) <= width or line.startswith(" ") else filler.fill(line) for line in text.split("\n")
+    )
 
 
 Lines = Sequence[Sequence[str]]

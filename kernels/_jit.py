@@ -11,7 +11,6 @@ import functools
 import hashlib
 import importlib
 import logging
-import sys
 import threading
 import time
 import warnings
@@ -201,6 +200,5 @@ def _announced() -> Iterator[None]:
 
 
 def _announce() -> None:
-    # A warning is printed even without logging set up, so it is one only if somebody watches the terminal.
-    level = logging.WARNING if sys.stderr.isatty() else logging.INFO
-    logger.log(level, "gpubuf compiles its CPU kernels, which takes some seconds; the next process finds them on disk")
+    # A warning is printed without logging set up too, on a terminal and into a log.
+    logger.warning("gpubuf compiles its CPU kernels, for some seconds; later they come from disk")

@@ -209,12 +209,13 @@ def test_a_log_gets_plain_lines(capsys, tmp_path, monkeypatch):
     assert "\x1b" not in output
     assert "\r" not in output
     lines = output.splitlines()
-    assert len(lines) == 14
-    assert lines[0].startswith("SAC on tests.support.train_environments:Signalling-v0, uniform replay, seed 0; in ")
-    assert lines[10].startswith("step 120/120  return -")
-    assert "steps/s" in lines[10]
-    assert lines[12].startswith("evaluation over 2 episodes: mean return -")
-    assert lines[13] == f"in {tmp_path / 'run'}: learning_curve.png, model.safetensors, checkpoint.safetensors"
+    assert len(lines) == 16
+    assert lines[0] == "SAC on tests.support.train_environments:Signalling-v0, uniform replay, seed 0, in"
+    assert lines[11].startswith("step 120/120  return -")
+    assert "steps/s" in lines[11]
+    assert lines[13].startswith("evaluation over 2 episodes: mean return -")
+    assert lines[14] == "learning_curve.png, model.safetensors, checkpoint.safetensors are in"
+    assert lines[1] == lines[15] == f"  {tmp_path / 'run'}"
 
 
 def test_a_long_run_gets_a_line_a_minute(capsys, monkeypatch):
@@ -258,8 +259,8 @@ def test_a_terminal_gets_one_line(monkeypatch):
         reporter.update(Status(step, 1, -1234.5, -1111.1))
     reporter.message("a message")
     reporter.stop()
-    # Nothing within a tenth of a second; and no more than fits.
-    line = "step 500/1,000  return -1234.5  eval -1111.1  17 steps/s  0:00:30 left"[:69]
+    # Nothing within a tenth of a second; and no more than fits, in whole columns.
+    line = "step 500/1,000  return -1234.5  eval -1111.1  17/s  0:00:30 left"
     assert written.getvalue() == f"\r\x1b[K{line}\r\x1b[Ka message\n\n"
     monkeypatch.setenv("TERM", "dumb")
     written.truncate(0)

@@ -31,7 +31,7 @@ def test_without_a_gpu(capsys, folders):
     """The table says why nothing was tried, and the JSON has the same."""
     assert main(["info"]) == 0
     said = capsys.readouterr().out
-    for text in (f"torch               {torch.__version__}", "no GPU", "not tried", "none in ", "GiB", "CPU"):
+    for text in (f"torch               {torch.__version__}", "no GPU", "not tried", "none", "GiB", "CPU"):
         assert text in said
     assert main(["info", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -7,6 +7,7 @@ that never change.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from gpubuf.train.config import UsageError
 
 def run(options: dict[str, Any]) -> int:
     from gpubuf.data.check import check
+    from gpubuf.terminal import wrapped
 
     try:
-        print(check(saved_storage(options["folder"])))
+        print(wrapped(str(check(saved_storage(options["folder"]))), sys.stdout))
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"{options['folder']} can't be looked at: {error}") from None
     return 0

@@ -7,10 +7,11 @@ sense.
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from gpubuf.commands import whole_number
-from gpubuf.terminal import show
+from gpubuf.terminal import show, wrapped
 from gpubuf.train.config import UsageError
 
 #: Samplers by the name of their option, and what each becomes with --slices.
@@ -43,7 +44,7 @@ def run(options: dict[str, Any]) -> int:
         raise UsageError(str(error)) from error
     show(made.key_table())
     show(made.fit_table())
-    print(made.summary)
+    print(wrapped(made.summary, sys.stdout))
     return 0 if made.auto else 1
 
 

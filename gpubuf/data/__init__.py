@@ -3,6 +3,7 @@
 from typing import NoReturn
 
 from gpubuf.data.buffer import ReplayBuffer
+from gpubuf.data.datasets import ReplayBufferDataset, StorageDataset, tensordict_collate
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.ingress.client import WriterClient
 from gpubuf.data.ingress.options import Writers
@@ -50,6 +51,7 @@ __all__ = [
     "RandomShift",
     "RandomState",
     "ReplayBuffer",
+    "ReplayBufferDataset",
     "RewardScale",
     "RoundRobinWriter",
     "SampleUnit",
@@ -58,6 +60,7 @@ __all__ = [
     "Sequence",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
+    "StorageDataset",
     "SumTree",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
@@ -69,6 +72,7 @@ __all__ = [
     "Writer",
     "WriterClient",
     "Writers",
+    "tensordict_collate",
 ]
 
 

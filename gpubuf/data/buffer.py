@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data import moving, passing
+from gpubuf.data import datasets, moving, passing
 from gpubuf.data.check import Report, check
 from gpubuf.data.checkpoints import restore, shards
 from gpubuf.data.hindsight import Hindsight
@@ -538,6 +538,11 @@ class ReplayBuffer:
         if n is None:
             raise RuntimeError("batch_size must be given to can_sample() or to the constructor")
         return self.parts.sampler.can_sample(self.parts.storage, n)
+
+    # Data sets
+
+    as_dataset = datasets.as_dataset
+    export = datasets.export
 
     # Memory
 

@@ -9,7 +9,7 @@ import torch
 from gpubuf.data.operation import operation
 from gpubuf.data.parts import Assembled
 from gpubuf.data.storage import host_memory
-from gpubuf.data.storage.placement import AUTO, DISK, SPLIT, IndexBytes, MemoryReport, Placement, place, readable
+from gpubuf.data.storage.placement import AUTO, DISK, SPLIT, IndexBytes, MemoryReport, Placement, place
 from gpubuf.data.storage.share_next import Sharing
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.terminal import Advance, progress_bar, show_nothing
@@ -79,8 +79,9 @@ def _move(storage: TensorStorage, before: Placement, target: Placement, progress
             host_memory.synchronize(device)
     rows = _Rows(storage, before)
     try:
-        moving = f"moving {readable(rows.n_bytes)} to {target.kind}"
-        with progress_bar(moving, rows.n_bytes, progress, binary=True, least=LARGE_BYTES) as advance:
+        with progress_bar(
+            f"moving to {target.kind}", rows.n_bytes, progress, binary=True, least=LARGE_BYTES
+        ) as advance:
             rows.to(target, advance)
         storage.relocated(target)
     except BaseException:

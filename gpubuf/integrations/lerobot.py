@@ -1,11 +1,12 @@
 """LeRobot's replay buffer, with its names: ``from gpubuf.integrations.lerobot import ReplayBuffer``.
 
-LeRobot is at https://github.com/huggingface/lerobot; its buffer is in ``lerobot/rl/buffer.py``. It is imported by
-:meth:`ReplayBuffer.to_lerobot_dataset` only.
+LeRobot is at https://github.com/huggingface/lerobot; its buffer is in ``lerobot/rl/buffer.py``, and what mixes two of
+them in ``lerobot/rl/data_sources``. It is imported where its data sets are made only.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
@@ -13,14 +14,16 @@ from typing import Any, Self
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from gpubuf.data.buffer import ReplayBuffer as Rows
+from gpubuf.data.datasets import batches_of
 from gpubuf.data.processing.augment import RandomShift
 from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.schema import Codec
 from gpubuf.integrations.environment_steps import stored_values
 
-__all__ = ["ReplayBuffer"]
+__all__ = ["LeRobotDatasetAdapter", "OnlineOfflineMixer", "ReplayBuffer"]
 
 IMAGE = "observation.image"
 PAD = 4
@@ -28,6 +31,11 @@ _FRAMES = 64
 # Keys of data sets.
 ACTION, REWARD, DONE = "action", "next.reward", "next.done"
 INFO = "complementary_info."
+#: Where rows have what data sets have, unless it is the name with its dots as nested keys. As in TorchRL.
+KEY_MAP: dict[str, Any] = {"episode_index": "episode", "frame_index": "frame", "task": "language_instruction"}
+CAMERA = "observation.images."
+#: What LeRobot adds to frames itself.
+OWN_FEATURES = ("index", "episode_index", "frame_index", "timestamp", "task_index", "task")
 
 
 class ReplayBuffer:
@@ -278,22 +286,7 @@ class ReplayBuffer:
             RuntimeError: nothing has been added.
             ValueError: ``queue_size`` is below 1.
         """
-        if queue_size < 1:
-            raise ValueError(f"queue_size must be at least 1, got {queue_size}")
-        if not async_prefetch:
-            waiting = [self.sample(batch_size) for _ in range(queue_size)]
-            while True:
-                yield waiting.pop(0)
-                waiting.append(self.sample(batch_size))
-        thread = ThreadPoolExecutor(1)
-        try:
-            coming = [thread.submit(self.sample, batch_size) for _ in range(queue_size)]
-            while True:
-                batch = coming.pop(0).result()
-                coming.append(thread.submit(self.sample, batch_size))
-                yield batch
-        finally:
-            thread.shutdown(cancel_futures=True)
+        return _batches(self.sample, batch_size, async_prefetch, queue_size)
 
     # Data sets
 
@@ -369,6 +362,82 @@ class ReplayBuffer:
         return f"{type(self).__name__}({self.size}/{self.capacity} transitions, buffer={self.buffer!r})"
 
 
+class OnlineOfflineMixer:
+    """LeRobot's ``DataMixer`` of an online and an offline buffer: the same arguments, methods and batches.
+
+    Of information that one buffer alone has there is none in a batch of both, where LeRobot's has fewer entries than
+    the batch has rows. One thread of :meth:`get_iterator` draws from both buffers.
+
+    Args:
+        online_buffer: its rows come first in a batch.
+        offline_buffer: None: batches are those of ``online_buffer``.
+        online_ratio: share of the online rows in a batch, rounded down, but at least one row.
+
+    Raises:
+        ValueError: the ratio is not in [0, 1].
+    """
+
+    def __init__(
+        self, online_buffer: ReplayBuffer, offline_buffer: ReplayBuffer | None = None, online_ratio: float = 1.0
+    ) -> None:
+        if not 0.0 <= online_ratio <= 1.0:
+            raise ValueError(f"online_ratio must be in [0, 1], got {online_ratio}")
+        self.online_buffer, self.offline_buffer, self.online_ratio = online_buffer, offline_buffer, online_ratio
+
+    def sample(self, batch_size: int) -> dict[str, Any]:
+        """A batch of both buffers: see :meth:`ReplayBuffer.sample`, of which each gives its part.
+
+        Raises:
+            RuntimeError: nothing has been added to one of them.
+        """
+        if self.offline_buffer is None:
+            return self.online_buffer.sample(batch_size)
+        n = max(1, int(batch_size * self.online_ratio))
+        batch = self.online_buffer.sample(n)
+        return batch if n == batch_size else _joined(batch, self.offline_buffer.sample(batch_size - n))
+
+    def get_iterator(
+        self, batch_size: int, async_prefetch: bool = True, queue_size: int = 2
+    ) -> Iterator[dict[str, Any]]:
+        """Batches without end, as :meth:`ReplayBuffer.get_iterator`."""
+        return _batches(self.sample, batch_size, async_prefetch, queue_size)
+
+
+def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Two batches as one."""
+    batch: dict[str, Any] = {}
+    for key, value in first.items():
+        other = second[key]
+        if isinstance(value, Tensor):
+            batch[key] = torch.cat([value, other])
+        else:
+            names = value if key != "complementary_info" else value and other and value.keys() & other
+            batch[key] = {name: torch.cat([value[name], other[name]]) for name in names} if names else None
+    return batch
+
+
+def _batches(
+    sample: Callable[[int], dict[str, Any]], batch_size: int, async_prefetch: bool, queue_size: int
+) -> Iterator[dict[str, Any]]:
+    """See :meth:`ReplayBuffer.get_iterator`."""
+    if queue_size < 1:
+        raise ValueError(f"queue_size must be at least 1, got {queue_size}")
+    if not async_prefetch:
+        waiting = [sample(batch_size) for _ in range(queue_size)]
+        while True:
+            yield waiting.pop(0)
+            waiting.append(sample(batch_size))
+    thread = ThreadPoolExecutor(1)
+    try:
+        coming = [thread.submit(sample, batch_size) for _ in range(queue_size)]
+        while True:
+            batch = coming.pop(0).result()
+            coming.append(thread.submit(sample, batch_size))
+            yield batch
+    finally:
+        thread.shutdown(cancel_futures=True)
+
+
 def _column(value: Tensor) -> Tensor:
     """A row as a column of one: a batch dimension of 1 is that of the rows."""
     if value.ndim == 0 or value.shape[0] != 1:
@@ -433,8 +502,15 @@ def _one(value: Any) -> Any:
     return value.unsqueeze(0) if isinstance(value, Tensor) else value
 
 
-def new_dataset(repo_id: str, fps: int, root: Any, features: Mapping[str, Any]) -> Any:
-    """An empty data set of LeRobot's.
+def new_dataset(
+    repo_id: str,
+    fps: int,
+    root: Any,
+    features: Mapping[str, Any],
+    robot_type: str | None = None,
+    video_codec: str | None = None,
+) -> Any:
+    """An empty data set of LeRobot's. Of LeRobot from 0.5 on videos have its own codec.
 
     Raises:
         ImportError: LeRobot is missing.
@@ -442,10 +518,11 @@ def new_dataset(repo_id: str, fps: int, root: Any, features: Mapping[str, Any]) 
     try:
         from lerobot.datasets.lerobot_dataset import LeRobotDataset
     except ImportError as error:
-        raise ImportError("to_lerobot_dataset() needs LeRobot: pip install lerobot") from error
-    return LeRobotDataset.create(
-        repo_id=repo_id, fps=fps, root=root, robot_type=None, features=dict(features), use_videos=True
-    )
+        raise ImportError("data sets of LeRobot need it: pip install lerobot") from error
+    named: dict[str, Any] = {"repo_id": repo_id, "fps": fps, "root": root, "robot_type": robot_type}
+    if video_codec is not None and "vcodec" in inspect.signature(LeRobotDataset.create).parameters:
+        named["vcodec"] = video_codec
+    return LeRobotDataset.create(**named, features=dict(features), use_videos=True)
 
 
 def features_of(rows: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
@@ -464,3 +541,110 @@ def features_of(rows: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
         is_image = len(shape) == 3 and shape[0] in (1, 3)
         found[key] = {"dtype": "image" if is_image else "float32", "shape": shape}
     return found
+
+
+class LeRobotDatasetAdapter:
+    """Between rows of a buffer and a ``LeRobotDataset``: ``buffer.export(LeRobotDatasetAdapter(...))``. Needs LeRobot.
+
+    Names and arguments are those of TorchRL 0.15.
+
+    Args:
+        repo_id, root, fps, robot_type: as for ``LeRobotDataset.create``.
+        features: what frames have, as LeRobot describes it: ``{"action": {"dtype": "float32", "shape": (2,), "names":
+            None}}``. Numbers are given this dtype and shape.
+        key_map: where rows have it. Default: the name, with its dots as nested keys (``"next.reward"`` is ``("next",
+            "reward")``); ``"observation.images.NAME"`` is ``("observation", "image", NAME)``, ``"episode_index"`` is
+            ``"episode"``, ``"frame_index"`` ``"frame"``, and ``"task"`` ``"language_instruction"``.
+        task: of all frames.
+        task_key: where a row has its own task, a text.
+        batch_size: rows that are read at a time.
+        video_codec: of features with the dtype ``"video"``, for LeRobot below 0.5.
+    """
+
+    def __init__(
+        self,
+        *,
+        repo_id: str | None = None,
+        root: Any = None,
+        fps: int | None = None,
+        features: Mapping[str, dict[str, Any]] | None = None,
+        key_map: Mapping[str, Any] | None = None,
+        task: str | None = None,
+        task_key: Any = None,
+        robot_type: str | None = None,
+        batch_size: int = 256,
+        video_codec: str = "h264",
+    ) -> None:
+        self.repo_id, self.root, self.fps, self.features = repo_id, root, fps, features
+        self.key_map = KEY_MAP | dict(key_map or {})
+        self.task, self.task_key = task, task_key
+        self.robot_type, self.batch_size, self.video_codec = robot_type, batch_size, video_codec
+
+    def key_of(self, name: str) -> Any:
+        """Where rows have a feature."""
+        if name.startswith(CAMERA):
+            return self.key_map.get(name, ("observation", "image", name.removeprefix(CAMERA)))
+        return self.key_map.get(name, tuple(name.split(".")))
+
+    def to_external(self, dataset: Any) -> Any:
+        """A new ``LeRobotDataset``, on disk. Frames are numbered anew, from 0 in each episode.
+
+        An episode ends where ``key_map["episode_index"]`` changes; of rows without that key after those whose
+        ``("next", "done")`` is true.
+
+        Args:
+            dataset: what :meth:`gpubuf.ReplayBuffer.export` gives, or a map-style data set of TensorDicts.
+
+        Raises:
+            ImportError: LeRobot is missing.
+            KeyError: rows lack a feature, or what tells episodes.
+            ValueError: there is no ``repo_id``, ``fps``, ``features`` or task; or rows of several environments have
+                no number of their episode.
+        """
+        if self.repo_id is None or self.fps is None or self.features is None:
+            raise ValueError("to make a data set of LeRobot give the adapter repo_id, fps and features")
+        if self.task is None and self.task_key is None:
+            raise ValueError("LeRobot wants a task with every frame: give the adapter task= or task_key=")
+        made = new_dataset(self.repo_id, self.fps, self.root, self.features, self.robot_type, self.video_codec)
+        several = getattr(getattr(dataset, "storage", None), "ndim", 1) > 1
+        episode, ended = None, False
+        for rows in batches_of(dataset, self.batch_size):
+            for row in rows.unbind(0):
+                at = row.get(self.key_of("episode_index"), None)
+                if at is None and several:
+                    raise ValueError("rows of several environments need the number of their episode: see key_map")
+                if ended or (at is not None and episode is not None and not torch.equal(at, episode)):
+                    made.save_episode()
+                episode, ended = at, at is None and bool(row["next", "done"])
+                made.add_frame(self._frame(row))
+        made.save_episode()
+        made.finalize()
+        return made
+
+    def _frame(self, row: TensorDict) -> dict[str, Any]:
+        frame: dict[str, Any] = {"task": self.task if self.task_key is None else row[self.task_key]}
+        for name, feature in (self.features or {}).items():
+            if name not in OWN_FEATURES:
+                value = row[self.key_of(name)]
+                if feature["dtype"] not in ("image", "video"):
+                    value = value.to(getattr(torch, feature["dtype"])).reshape(tuple(feature["shape"]))
+                frame[name] = value
+        return frame
+
+    def from_external(self, dataset: Any) -> Dataset[TensorDict]:
+        """The frames of a ``LeRobotDataset`` as a map-style data set of TensorDicts, which reads them when asked."""
+        return _Frames(dataset, self.key_of)
+
+
+class _Frames(Dataset[TensorDict]):
+    def __init__(self, dataset: Any, key_of: Callable[[str], Any]) -> None:
+        self.dataset, self._key_of = dataset, key_of
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> TensorDict:
+        row = TensorDict({}, [])
+        for name, value in self.dataset[index].items():
+            row[self._key_of(name)] = value
+        return row

@@ -37,12 +37,16 @@ class _ClearingNoGrad(torch.no_grad):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        if not torch.compiler.is_compiling():
-            torch.clear_autocast_cache()
+        torch.clear_autocast_cache()
+
+
+def _no_grad() -> torch.no_grad:
+    # Compiled code keeps no casts, and Dynamo knows no other class.
+    return torch.no_grad() if torch.compiler.is_compiling() else _ClearingNoGrad()
 
 
 # From PyTorch 2.11 on autocast keeps no weight that it has cast without gradients.
-without_gradients = torch.no_grad if torch.__version__ >= (2, 11) else _ClearingNoGrad
+without_gradients = torch.no_grad if torch.__version__ >= (2, 11) else _no_grad
 """``torch.no_grad`` for networks that learn from the same batch."""
 
 

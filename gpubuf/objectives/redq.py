@@ -97,7 +97,7 @@ class REDQLoss(SoftActorCritic):
     def _next_values(self, state: TensorDictBase, shape: torch.Size) -> Tensor:
         if self.sub_sample_len == self.num_qvalue_nets:
             return super()._next_values(state, shape)
-        subset = torch.randperm(self.num_qvalue_nets, device=self.device).narrow(0, 0, self.sub_sample_len)
+        subset = torch.randperm(self.num_qvalue_nets, device=self.log_alpha.device).narrow(0, 0, self.sub_sample_len)
         return self._checked(self._critics.target_subset(state, self._tensor_keys.state_action_value, subset), shape)
 
     def _losses(self, tensordict: TensorDictBase, with_actor: bool = True) -> TensorDictBase:
@@ -117,7 +117,7 @@ class REDQLoss(SoftActorCritic):
         target = self.td_target(next_q, tensordict, shape, next_log_prob, alpha)
         loss, td_error = self.td_loss(q, target, tensordict)
         value = next_q.reshape(len(next_q), *shape).amin(0) - alpha * next_log_prob
-        self._row_outputs |= {"next.state_value": value, "target_value": target}
+        self._row_outputs.update({"next.state_value": value, "target_value": target})
         return loss / self.num_qvalue_nets, td_error
 
     def _policy_values(self, state: TensorDictBase, tensordict: TensorDictBase) -> Tensor:

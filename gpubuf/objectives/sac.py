@@ -154,7 +154,7 @@ class SoftActorCritic(LossModule):
 
     @target_entropy.setter
     def target_entropy(self, value: float) -> None:
-        if isinstance(value, int | float) and not math.isfinite(value):
+        if not (isinstance(value, Tensor) or math.isfinite(value)):
             raise ValueError(f"target_entropy must be finite, got {value}")
         self._target_entropy.fill_(value)
         self._target_entropy_known = True

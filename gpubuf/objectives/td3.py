@@ -206,7 +206,8 @@ class TD3Loss(LossModule):
 
     def _value_loss(self, tensordict: TensorDictBase, seen: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """(reduced loss of all critics, values without gradient)."""
-        next_value, target = self._target(seen)
+        with without_gradients():
+            next_value, target = self._target(seen)
         q = self._checked(self._critics.online(seen, self.tensor_keys.state_action_value), target.shape)
         loss, td_error = self.td_loss(q, target, seen)
         self._set_priority(tensordict, seen, td_error.square())
@@ -232,9 +233,8 @@ class TD3Loss(LossModule):
         weight, mask = self.row_weights(tensordict, shape)
         return reduced(-q[0], weight, mask, self.reduction), q.detach()
 
-    @without_gradients()
     def _target(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """(values of the next states, targets of the critics), both S. No gradient."""
+        """(values of the next states, targets of the critics), both S."""
         next_q, shape = self._next_values(tensordict)
         return next_q.amin(0).reshape(shape), self.td_target(next_q, tensordict, shape)
 

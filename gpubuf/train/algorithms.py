@@ -319,6 +319,18 @@ class ComputedLosses(nn.Module):
             return self._of_critics(batch)
 
 
+def make_optimizer(loss: Any, config: TrainConfig, algorithm: Algorithm, networks: Sequence[nn.Module]) -> AdamW:
+    """The optimiser of what learns in a loss, which moves its targets as well."""
+    alpha = getattr(loss, "log_alpha", None)
+    learning = [p for p in loss.parameters() if p.requires_grad]
+    temperature = [p for p in learning if p is alpha]
+    groups = [{"params": [p for p in learning if p is not alpha]}, {"params": temperature, "weight_decay": 0.0}]
+    targets: dict[str, Any] = {} if config.tau is None else {"targets": loss, "tau": config.tau}
+    unit_rows = networks if algorithm.unit_rows else ()
+    options: dict[str, Any] = {"weight_decay": algorithm.weight_decay, "unit_rows": unit_rows, **targets}
+    return AdamW(groups, config.learning_rate, algorithm.betas, **options)
+
+
 class Agent:
     """A policy that acts, with its critics, and the loss and optimiser by which they learn.
 
@@ -357,8 +369,7 @@ class Agent:
         self.loss.make_value_estimator(gamma=config.gamma)
         # The run stops at NaN, and is the one that says so.
         self.loss.nan_named = True
-        unit_rows = (self.actor, critics) if algorithm.unit_rows else ()
-        self.optimizer = self._make_optimizer(config, algorithm, unit_rows)
+        self.optimizer = make_optimizer(self.loss, config, algorithm, (self.actor, critics))
         #: What the learner calls.
         self.losses = ComputedLosses(self.loss, config) if config.compile or config.bfloat16 else self.loss
 
@@ -382,16 +393,6 @@ class Agent:
         if self.normalize is not None:
             observation = self.normalize(observation)
         return self._network(observation)
-
-    def _make_optimizer(self, config: TrainConfig, algorithm: Algorithm, unit_rows: Sequence[nn.Module]) -> AdamW:
-        """The optimiser of `parameters`, which moves the targets as well."""
-        alpha = getattr(self.loss, "log_alpha", None)
-        temperature = [p for p in self.parameters() if p is alpha]
-        networks = [p for p in self.parameters() if p is not alpha]
-        groups = [{"params": networks}, {"params": temperature, "weight_decay": 0.0}]
-        targets: dict[str, Any] = {} if config.tau is None else {"targets": self.loss, "tau": config.tau}
-        options: dict[str, Any] = {"weight_decay": algorithm.weight_decay, "unit_rows": unit_rows, **targets}
-        return AdamW(groups, config.learning_rate, algorithm.betas, **options)
 
     def parameters(self) -> list[Tensor]:
         """Those of policy, critics and temperature that learn."""

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gpubuf.terminal import wrapped
+
 _PLAIN_LINES = 10
 _PLAIN_SECONDS = 60.0
 _REFRESH_SECONDS = 0.1
@@ -96,12 +98,17 @@ class LineReporter(Reporter):
         speed = f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}" if rate else "-"
         text = f"step {status.step:,}/{self._total:,}{returns}  {speed} steps/s  {left} left"
         if self._rewrites:
-            print(f"{_ANEW}{text[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
+            width = shutil.get_terminal_size().columns - 1
+            if len(text) > width:
+                # Whole columns, as many as there is room for.
+                text = text.replace(" steps/s", "/s")
+                text = f"{text}  "[: width + 2].rpartition("  ")[0]
+            print(f"{_ANEW}{text}", end="", flush=True)
         else:
             print(text, flush=True)
 
     def message(self, text: str) -> None:
-        print(f"{_ANEW if self._rewrites else ''}{text}", flush=True)
+        print(f"{_ANEW if self._rewrites else ''}{wrapped(text, sys.stdout)}", flush=True)
 
     def stop(self) -> None:
         if self._rewrites:

@@ -256,7 +256,7 @@ class _Run:
 
     def _train(self, interruption: _Interruption) -> None:
         trainer, config = self._trainer, self._config
-        self._tell("message", f"{self._title()}; in {self._folder}")
+        self._tell("message", f"{self._title()}, in\n  {self._folder}")
         self._tell("start", trainer.step, config.total_steps)
         try:
             while trainer.step < config.total_steps and not interruption.requested():
@@ -317,12 +317,12 @@ def _summary(result: TrainResult) -> str:
         f"evaluation over {len(result.returns)} episode{'s' * (len(result.returns) != 1)}: mean return "
         f"{result.mean_return:.1f} "
         f"(from {min(result.returns):.1f} to {max(result.returns):.1f})\n"
-        f"in {result.folder}: {CURVE_FILE}, {MODEL_FILE}, {CHECKPOINT_FILE}"
+        f"{CURVE_FILE}, {MODEL_FILE}, {CHECKPOINT_FILE} are in\n  {result.folder}"
     )
 
 
 def _going_on(folder: Path) -> str:
-    return f"saved, go on with: gpubuf train --resume {shlex.quote(str(folder))}"
+    return f"saved, go on with\n  gpubuf train --resume {shlex.quote(str(folder))}"
 
 
 class _Interruption:

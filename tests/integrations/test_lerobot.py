@@ -3,14 +3,17 @@
 import copy
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from tensordict import NonTensorStack, TensorDict
 
-from gpubuf import Codec, SliceSampler
-from gpubuf.integrations.lerobot import ReplayBuffer
+from gpubuf import Codec, LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
+from gpubuf import ReplayBuffer as Rows
+from gpubuf.integrations.lerobot import LeRobotDatasetAdapter, OnlineOfflineMixer, ReplayBuffer
 from tests.support import lerobot_buffer
 from tests.support.lerobot_buffer.transitions import ADDED, CAPACITY, Frames, ended, frames, transition
 from tests.support.records import plain, read
@@ -283,3 +286,180 @@ def test_state_keys_can_be_read():
     """LeRobot's programs read them back."""
     assert ReplayBuffer(CAPACITY, "cpu", ["observation.state"], use_drq=False).state_keys == ["observation.state"]
     assert ReplayBuffer(CAPACITY, "cpu", use_drq=False).state_keys == []
+
+
+# Batches of two buffers
+
+
+@pytest.mark.parametrize(
+    ("ratio", "online"), [(0.5, 5), (0.37, 3), (0.0, 1), (1.0, 10)], ids=["half", "rounded down", "at least one", "all"]
+)
+def test_batches_mix_both_buffers(ratio, online):
+    """As many rows of each as LeRobot's mixer gives, the online ones first."""
+    buffers = filled(6), ReplayBuffer(50, "cpu", use_drq=False)
+    for number in range(100, 150):
+        buffers[1].add(**transition(number))
+    batch = OnlineOfflineMixer(*buffers, online_ratio=ratio).sample(10)
+    # A buffer gives no more rows than it stores.
+    online = min(online, 6)
+    whole = online if ratio == 1 else 10 - max(1, int(10 * ratio)) + online
+    assert (batch["reward"] < 100).tolist() == [True] * online + [False] * (whole - online)
+    for name, first in (("state", 0), ("next_state", 0.5)):
+        assert batch[name]["observation.image"].shape == (whole, 1, 2, 2)
+        assert (batch[name]["observation.state"][:, 0] >= batch["reward"] + first).all()
+    assert torch.equal(batch["complementary_info"]["discrete_penalty"], -batch["reward"] / 2)
+    assert {key: value.shape[0] for key, value in batch.items() if isinstance(value, torch.Tensor)} == dict.fromkeys(
+        ("action", "reward", "done", "truncated"), whole
+    )
+
+
+def test_a_mixer_of_one_buffer():
+    buffer = filled(4)
+    mixer = OnlineOfflineMixer(buffer, online_ratio=0.5)
+    assert len(mixer.sample(3)["reward"]) == 3
+    with pytest.raises(ValueError, match=r"online_ratio must be in \[0, 1\], got 2"):
+        OnlineOfflineMixer(buffer, buffer, 2)
+    with pytest.raises(RuntimeError, match="Cannot sample from an empty buffer"):
+        OnlineOfflineMixer(buffer, filled(0), 0.5).sample(4)
+
+
+def test_information_of_one_buffer_alone_is_left_out():
+    """LeRobot's has fewer entries than the batch has rows."""
+    offline = filled(0)
+    for number in range(4):
+        offline.add(**(transition(number) | {"complementary_info": {"discrete_penalty": 1.0}}))
+    info = OnlineOfflineMixer(filled(4), offline, 0.5).sample(4)["complementary_info"]
+    assert {key: len(value) for key, value in info.items()} == {"discrete_penalty": 4}
+    without = filled(0)
+    without.add(**(transition(0) | {"complementary_info": None}))
+    for pair in ((filled(4), without), (without, filled(4))):
+        assert OnlineOfflineMixer(*pair, online_ratio=0.5).sample(2)["complementary_info"] is None
+
+
+@pytest.mark.parametrize("async_prefetch", [True, False])
+def test_mixed_batches_without_end(async_prefetch):
+    iterator = OnlineOfflineMixer(filled(6), filled(6), 0.5).get_iterator(4, async_prefetch, queue_size=2)
+    assert [len(next(iterator)["reward"]) for _ in range(5)] == [4] * 5
+    iterator.close()  # type: ignore[attr-defined]
+
+
+def test_lerobots_trainer_takes_a_mixer():
+    """Its own, with our buffers: where LeRobot is installed, of a version that has it."""
+    trainer = pytest.importorskip("lerobot.rl.trainer", reason="LeRobot from 0.6 on is not installed")
+
+    class Algorithm:
+        def make_optimizers_and_scheduler(self) -> None:
+            pass
+
+        def configure_data_iterator(self, data_mixer: Any, batch_size: int) -> Any:
+            return data_mixer.get_iterator(batch_size=batch_size)
+
+        def update(self, iterator: Any) -> Any:
+            return next(iterator)
+
+    mixer = OnlineOfflineMixer(filled(6), filled(6), 0.5)
+    assert len(trainer.RLTrainer(Algorithm(), mixer, 4).training_step()["reward"]) == 4
+
+
+# Data sets of rows of any buffer
+
+FEATURES = {
+    "observation.state": {"dtype": "float32", "shape": (2,), "names": None},
+    "observation.images.top": {"dtype": "image", "shape": (3, 8, 8), "names": ["c", "h", "w"]},
+    "action": {"dtype": "float32", "shape": (1,), "names": None},
+    "next.done": {"dtype": "bool", "shape": (1,), "names": None},
+}
+
+
+def rows(n: int) -> TensorDict:
+    """Episodes of three, numbered by their second key; actions are float64."""
+    t = torch.arange(n)
+    image = torch.arange(n).reshape(n, 1, 1, 1).expand(n, 3, 8, 8).to(torch.uint8)
+    observation = {"state": t[:, None] * torch.ones(1, 2), "image": {"top": image}}
+    done = (t % 3 == 2)[:, None]
+    return TensorDict({"observation": observation, "action": t[:, None].double(), "next": {"done": done}}, [n])
+
+
+def test_rows_are_exported_as_frames(lerobot):
+    """Cast, in the shape of a feature, with an end after each episode and at the end of the rows."""
+    lerobot(True)
+    buffer = TensorDictReplayBuffer(7)
+    buffer.extend(rows(10))
+    options = {"repo_id": "someone/something", "fps": 5, "features": FEATURES, "batch_size": 2}
+    made = buffer.export(LeRobotDatasetAdapter(**options, task="open", root="folder", robot_type="arm"))
+    created = {name: made.calls[0][1][name] for name in ("repo_id", "fps", "root", "robot_type", "use_videos")}
+    assert list(created.values()) == ["someone/something", 5, "folder", "arm", True]
+    assert [call[0] for call in made.calls[1:]] == [
+        *["add_frame"] * 3, "save_episode", *["add_frame"] * 3, "save_episode", "add_frame", "save_episode", "finalize"
+    ]  # fmt: skip
+    first = made.calls[1][1]
+    assert set(first) == {"task", *FEATURES}
+    assert first == plain(
+        {
+            "task": "open",
+            "observation.state": torch.tensor([3.0, 3.0]),
+            "observation.images.top": torch.full((3, 8, 8), 3, dtype=torch.uint8),
+            "action": torch.tensor([3.0]),
+            "next.done": torch.tensor([False]),
+        }
+    )
+
+
+def test_episodes_and_tasks_of_rows(lerobot):
+    """Where the number of the episode changes, whatever the flags say; names are mapped."""
+    lerobot(True)
+    buffer = Rows(LazyTensorStorage(10))
+    given = rows(6)
+    given["number"] = torch.tensor([0, 0, 1, 1, 1, 2])
+    given["say"] = NonTensorStack(*"abcdef")
+    buffer.extend(given)
+    features = {"speed": {"dtype": "float32", "shape": (2,)}, "timestamp": {"dtype": "float32", "shape": (1,)}}
+    key_map = {"episode_index": "number", "speed": ("observation", "state")}
+    adapter = LeRobotDatasetAdapter(repo_id="a/b", fps=1, features=features, key_map=key_map, task_key="say")
+    made = buffer.export(adapter, trajectory_key="number")
+    assert [call[0] for call in made.calls[1:-1]] == [
+        *["add_frame"] * 2, "save_episode", *["add_frame"] * 3, "save_episode", "add_frame", "save_episode"
+    ]  # fmt: skip
+    frames = [call[1] for call in made.calls if call[0] == "add_frame"]
+    assert [frame["task"] for frame in frames] == list("abcdef")
+    assert set(frames[0]) == {"task", "speed"}
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"task": "x"}, "repo_id, fps and features"),
+        ({"repo_id": "a/b", "fps": 1, "features": FEATURES}, "task= or task_key="),
+    ],
+)
+def test_adapters_that_lack_something(options, text):
+    buffer = Rows(10)
+    buffer.extend(rows(3))
+    with pytest.raises(ValueError, match=text):
+        buffer.export(LeRobotDatasetAdapter(**options))
+
+
+def test_episodes_of_several_environments_are_numbered(lerobot):
+    lerobot(True)
+    buffer = Rows(LazyTensorStorage(10, ndim=2))
+    buffer.extend(rows(4).reshape(2, 2))
+    adapter = LeRobotDatasetAdapter(repo_id="a/b", fps=1, features=FEATURES, task="x")
+    with pytest.raises(ValueError, match="several environments need the number of their episode"):
+        buffer.export(adapter)
+
+
+def test_lerobot_reads_what_was_exported(tmp_path: Path):
+    """By LeRobot's own classes, from its folder; and back into a buffer."""
+    datasets = pytest.importorskip("lerobot.datasets.lerobot_dataset", reason="LeRobot is not installed")
+    buffer = TensorDictReplayBuffer(10)
+    buffer.extend(rows(8))
+    adapter = LeRobotDatasetAdapter(repo_id="a/b", root=tmp_path / "data", fps=10, features=FEATURES, task="open")
+    buffer.export(adapter)
+    found = datasets.LeRobotDataset("a/b", root=tmp_path / "data")
+    assert (len(found), found.num_episodes) == (8, 3)
+    assert [int(found[i]["frame_index"]) for i in range(8)] == [0, 1, 2, 0, 1, 2, 0, 1]
+    row = adapter.from_external(found)[4]
+    assert row["observation", "state"].tolist() == [4, 4]
+    assert row["observation", "image", "top"].shape == (3, 8, 8)
+    assert (row["observation", "image", "top"] * 255).round().unique().tolist() == [4]
+    assert (int(row["episode"]), int(row["frame"]), row["language_instruction"]) == (1, 1, "open")

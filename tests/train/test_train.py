@@ -275,7 +275,7 @@ def test_a_run_that_its_environment_ends_goes_on_as_if_never_stopped(tmp_path, c
     train_environments.steps_taken = 0
     with pytest.raises((OSError, NotFiniteError)):
         train(config, tmp_path / "parts")
-    assert f"an error after 69 steps; saved, go on with: gpubuf train --resume {tmp_path}" in capsys.readouterr().out
+    assert f"an error after 69 steps; saved, go on with\n  gpubuf train --resume {tmp_path}" in capsys.readouterr().out
     resume(tmp_path / "parts")
     assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
 

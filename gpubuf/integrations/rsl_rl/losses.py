@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,27 +12,9 @@ from gpubuf.kernels import categorical
 from gpubuf.kernels._operations import direct
 from gpubuf.objectives import TD3Loss
 from gpubuf.objectives.batch import REDUCTIONS, reduced
-from gpubuf.objectives.td3 import TD3Options
+from gpubuf.objectives.networks import without_gradients
 
 _categorical_target = direct(categorical.categorical_target)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CategoricalTD3Options(TD3Options):
-    """The keyword arguments of :class:`CategoricalTD3Loss`.
-
-    Raises:
-        ValueError: an argument is out of range or none of its choices.
-    """
-
-    v_min: float
-    v_max: float
-    num_atoms: int
-    delay_actor: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        categorical.check_support(self.v_min, self.v_max)
 
 
 class CategoricalTD3Loss(TD3Loss):
@@ -51,9 +32,15 @@ class CategoricalTD3Loss(TD3Loss):
         **options: those of :class:`~gpubuf.objectives.TD3Loss`.
     """
 
-    Options = CategoricalTD3Options
     loss_names = ("loss_actor", "loss_qvalue", "state_action_value_actor")
     delayed_targets = False
+
+    def __init__(
+        self, actor_network: Any, qvalue_network: Any, *, v_min: float, v_max: float, num_atoms: int, **options: Any
+    ) -> None:
+        categorical.check_support(v_min, v_max)
+        super().__init__(actor_network, qvalue_network, **{"delay_actor": False, **options})
+        self.v_min, self.v_max, self.num_atoms = v_min, v_max, num_atoms
 
     def _checked(self, q: Tensor, shape: torch.Size) -> Tensor:
         if q.shape[1:] != (*shape, self.num_atoms):
@@ -64,7 +51,7 @@ class CategoricalTD3Loss(TD3Loss):
 
     def _value_loss(self, tensordict: TensorDictBase, seen: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         support = self.v_min, self.v_max
-        with torch.no_grad():
+        with without_gradients():
             next_q, shape = self._next_values(seen)
             reward, terminated, steps = self.bootstrap_rows(seen, shape)
             rows = next_q, None, None, reward, terminated, self._value_estimator.gamma, steps, None
