@@ -118,13 +118,13 @@ def graph_break(method: _Method) -> _Method:
     def call(*args: Any, **named: Any) -> Any:
         return (method if _compiler() is None else apart)(*args, **named)
 
-    return _without_frame(call)
+    return _without_frame(cast("_Method", call))
 
 
-def _without_frame(call: Any) -> Any:
+def _without_frame(call: _Method) -> _Method:
     """A function whose frame the compiler leaves alone, and which it leaves its graph for."""
     eval_frame.set_code_exec_strategy(call.__code__, _SKIPPED)
-    call._torchdynamo_disable = True
+    vars(call)["_torchdynamo_disable"] = True
     return call
 
 
@@ -345,7 +345,7 @@ def _run_by(runner: Callable[[Any], Callable[..., Any]], method: _Method) -> _Me
             return apart(self, *args, **named)
         return runner(self)(method, self, *args, **named)
 
-    return cast("_Method", _without_frame(step))
+    return _without_frame(cast("_Method", step))
 
 
 def together(operations: Iterable[Operation], action: Callable[[], _T]) -> _T:

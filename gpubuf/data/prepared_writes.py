@@ -77,8 +77,8 @@ class PreparedRows:
         shaped = [source.view((*lead, *leaf.shape)) for leaf, source in zip(layout.leaves, memory, strict=True)]
         sizes: list[Any] = [list(source.shape) for source in shaped]
         strides: list[Any] = [list(source.stride()) for source in shaped]
-        # Whether tensors have the type, dtype, shape, strides, device and laziness of these, in a tenth of the time that
-        # Python takes to ask each.
+        # Whether tensors have the type, dtype, shape, strides, device and laziness of these, in a tenth of the time in
+        # which Python asks each.
         self._are_alike = TensorGuards(*shaped, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
         # Where its address is kept; dtype of a column as a tensor, None if its numbers may differ from what is in
         # memory; its shape; the memory as NumPy sees it, None of dtypes that it lacks; its dtype; its bytes; and the
