@@ -1,6 +1,7 @@
 """Every example runs, briefly, with warnings as errors. Which options make it brief stands here, beside its name."""
 
 import importlib.util
+import json
 import os
 import runpy
 import signal
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from gpubuf.train import TrainConfig, train
 from tests.contracts import first_quick
@@ -22,6 +24,7 @@ SHORT = {
     "dqn": "--steps 60 --warmup 40 --batch-size 16",
     "ray_actor": "--folder buffer --rounds 2 --steps 50 --updates 5",
     "offline": "--folder data --rows 500 --steps 5 --batch-size 32",
+    "rsl_rl_pendulum": "--algorithm SAC --iterations 1 --envs 4",
     "resume": "--folder run --steps 30 --save-every 10",
     "sac": "--steps 230 --warmup 220 --batch-size 16 --plot curve.png",
     "sb3": "--steps 430 --warmup 420",
@@ -32,7 +35,7 @@ SHORT = {
     "world_model": "--steps 3 --envs 2 --recorded 210 --slice-len 8 --slices 4",
 }
 #: The library that an example shows beside gpubuf.
-PEERS = {"ray_actor": "ray", "sb3": "stable_baselines3", "torchrl_before": "torchrl"}
+PEERS = {"ray_actor": "ray", "rsl_rl_pendulum": "rsl_rl", "sb3": "stable_baselines3", "torchrl_before": "torchrl"}
 
 
 def run(name: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +61,20 @@ def test_every_example_is_run():
 def test_every_example_has_a_place_on_the_page():
     page = (ROOT / "docs" / "examples.md").read_text()
     assert [name for name in SHORT if f"(../examples/{name}.py)" not in page] == []
+
+
+def test_the_notebook_runs_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without Jupyter: its cells in one namespace. It is kept without outputs."""
+    monkeypatch.chdir(tmp_path)
+    threads, namespace = torch.get_num_threads(), {"__name__": "__main__"}
+    cells = json.loads((EXAMPLES / "tour.ipynb").read_text())["cells"]
+    try:
+        for number, cell in enumerate(cell for cell in cells if cell["cell_type"] == "code"):
+            assert not cell["outputs"]
+            exec(compile("".join(cell["source"]), f"tour.ipynb, cell {number}", "exec"), namespace)
+    finally:
+        torch.set_num_threads(threads)
+    assert number > 5
 
 
 @pytest.mark.parametrize("name", first_quick(sorted(SHORT, key="collectors".__eq__), len(SHORT) - 1))
