@@ -77,6 +77,8 @@ class Build(build_ext):
             chosen.append(f'    if (__builtin_cpu_supports("{processor}")) \\\n        return {_name(processor)}; \\\n')
         (folder / "calls.h").write_text("".join([*included, "#define CHOOSE \\\n", *chosen, "\n"]))
         ext.include_dirs = [str(folder)]
+        # Without what Python itself was linked with, which may name folders of this machine.
+        self.compiler.linker_so = [self.compiler.linker_so[0], "-shared"]
         super().build_extension(ext)
 
 

@@ -463,7 +463,10 @@ def test_the_tags_of_the_machine_code_wheel_are_true(machine_code: Path, tmp_pat
     assert sorted(tags.get_all("Tag", [])) == sorted(f"cp311-abi3-{name}" for name in platforms)
     with zipfile.ZipFile(machine_code) as archive:
         path = archive.extract("gpubuf/kernels/_machine_code.abi3.so", tmp_path)
-    if (nm := shutil.which("nm")) is not None:
+    if (nm := shutil.which("nm")) is not None and (objdump := shutil.which("objdump")) is not None:
+        headers = subprocess.run([objdump, "-p", path], check=True, capture_output=True, text=True).stdout
+        assert re.findall(r"NEEDED +(.*)", headers) == ["libc.so.6"]
+        assert "PATH" not in headers
         symbols = subprocess.run([nm, "-D", path], check=True, capture_output=True, text=True).stdout.splitlines()
         found = {kind: {each.split()[-1] for each in symbols if f" {kind} " in each} for kind in "TDBRU"}
         assert found["T"] == {"PyInit__machine_code"}
