@@ -263,7 +263,7 @@ class OffPolicy:
         capacity = own.next_capacity
         if capacity is None:
             # Of an episode that timed out the last observation has no other place.
-            per_env = own.buffer_steps // max(int(torch.as_tensor(episode).min()), 1) + 2
+            per_env = own.buffer_steps // max(int(torch.as_tensor(episode, device="cpu").min()), 1) + 2
             capacity = max(self.num_envs * per_env, rows // 128)
         dtypes = {} if own.obs_storage_dtype is None else dict.fromkeys(keys, getattr(torch, own.obs_storage_dtype))
         return {"dtypes": dtypes, "share_next": keys, "next_capacity": min(capacity, rows)}
