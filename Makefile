@@ -33,11 +33,7 @@ export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-<<<<<<< HEAD
-.PHONY: help train test compat newest torchrl ray rsl_rl bench gpu report docs dist clean
-=======
-.PHONY: help train test compat newest smoke torchrl ray bench gpu report docs dist clean
->>>>>>> main
+.PHONY: help train test compat newest smoke torchrl ray rsl_rl bench gpu report docs dist clean
 
 help:
 	@echo "make train   train SAC on Pendulum-v1; options: ARGS='--env NAME --prioritized --seed 1 ...'"
@@ -49,12 +45,8 @@ help:
 	@echo "make smoke   a minute's work with what is installed: buffers, training, mapped files; BASE=.compat or .newest"
 	@echo "make torchrl run programs and losses on TorchRL and on gpubuf, and compare what they give"
 	@echo "make ray     the tests of buffers in actors of Ray"
-<<<<<<< HEAD
 	@echo "make rsl_rl  the tests of the algorithms in rsl_rl's runner"
-	@echo "make bench   all benchmarks beside TorchRL, cpprb and flashbax, each in its environment;"
-=======
 	@echo "make bench   all benchmarks beside TorchRL, cpprb, flashbax and rlox, each in its environment;"
->>>>>>> main
 	@echo "             writes benchmarks/results/<device>-<date>.json and its like, or into OUT=folder;"
 	@echo "             BASE=.newest: with the versions that pip installs today, as the figures in README.md"
 	@echo "make gpu STAGE=1|2|3  tests and benchmarks on an NVIDIA GPU, each stage within seven minutes; OUT=folder"

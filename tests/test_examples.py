@@ -1,6 +1,7 @@
 """Every example runs, briefly, with warnings as errors. Which options make it brief stands here, beside its name."""
 
 import importlib.util
+import json
 import os
 import runpy
 import signal
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from gpubuf.train import TrainConfig, train
 from tests.contracts import first_quick
@@ -59,6 +61,20 @@ def test_every_example_is_run():
 def test_every_example_has_a_place_on_the_page():
     page = (ROOT / "docs" / "examples.md").read_text()
     assert [name for name in SHORT if f"(../examples/{name}.py)" not in page] == []
+
+
+def test_the_notebook_runs_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without Jupyter: its cells in one namespace. It is kept without outputs."""
+    monkeypatch.chdir(tmp_path)
+    threads, namespace = torch.get_num_threads(), {"__name__": "__main__"}
+    cells = json.loads((EXAMPLES / "tour.ipynb").read_text())["cells"]
+    try:
+        for number, cell in enumerate(cell for cell in cells if cell["cell_type"] == "code"):
+            assert not cell["outputs"]
+            exec(compile("".join(cell["source"]), f"tour.ipynb, cell {number}", "exec"), namespace)
+    finally:
+        torch.set_num_threads(threads)
+    assert number > 5
 
 
 @pytest.mark.parametrize("name", first_quick(sorted(SHORT, key="collectors".__eq__), len(SHORT) - 1))
