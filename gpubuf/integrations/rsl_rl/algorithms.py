@@ -8,6 +8,7 @@ from rows that it draws of its ring, and reports its losses in ``update``.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
@@ -97,7 +98,7 @@ class OffPolicy:
         self.loss = algorithm.loss(network, critics, num_qvalue_nets=own.critics, **options)
         self.loss.make_value_estimator(gamma=own.gamma)
         self.optimizer = make_optimizer(self.loss, config, algorithm, (network, critics))
-        self.normalize = self._make_normalize(_normalised(groups, actor, critic))
+        self.normalize = self._make_normalize(groups, actor=actor, critic=critic)
         self.reward_scale = RewardScale(own.gamma, _LARGEST_RETURN) if own.scale_rewards else None
         self._storage = self._storage_options(env.max_episode_length)
         self.buffer = self._make_buffer(env)
@@ -147,7 +148,7 @@ class OffPolicy:
             columns |= {("next", "terminated"): ended & ~truncated, ("next", "truncated"): truncated}
             self.buffer.add_columns(columns)
             self._follow_statistics()
-            self._std = torch.where(after | ended.unsqueeze(-1), self._drawn_std(), self._std)
+            self._std = torch.where(ended.unsqueeze(-1), self._drawn_std(), self._std)
         self.steps += 1
         if self.steps > self.own.learning_starts:
             self._owed += self.own.updates_per_step
@@ -262,16 +263,21 @@ class OffPolicy:
         capacity = own.next_capacity
         if capacity is None:
             # Of an episode that timed out the last observation has no other place.
-            per_env = own.buffer_steps // max(int(torch.as_tensor(episode).min()), 1) + 2
+            per_env = own.buffer_steps // max(int(torch.as_tensor(episode, device="cpu").min()), 1) + 2
             capacity = max(self.num_envs * per_env, rows // 128)
         dtypes = {} if own.obs_storage_dtype is None else dict.fromkeys(keys, getattr(torch, own.obs_storage_dtype))
         return {"dtypes": dtypes, "share_next": keys, "next_capacity": min(capacity, rows)}
 
-    def _make_normalize(self, names: list[str]) -> Normalize | None:
-        if not names:
+    def _make_normalize(self, groups: dict[str, list[str]], **models: Any) -> Normalize | None:
+        """Running statistics of the groups of those models that ask for it."""
+        chosen = [groups[part] for part, model in models.items() if model.obs_normalization]
+        if len(chosen) == 1 and set(groups["actor"]) & set(groups["critic"]):
+            raise ValueError("actor and critic share observations: obs_normalization must be the same for both")
+        keys = [self._keys[name] for name in dict.fromkeys(chain(*chosen))]
+        if not keys:
             return None
-        normalize = Normalize([self._keys[name] for name in names], eps=_LEAST_DEVIATION**2)
-        leaves = [Leaf(self._keys[name], torch.float32, (self._widths[name],)) for name in names]
+        normalize = Normalize(keys, eps=_LEAST_DEVIATION**2)
+        leaves = [Leaf(key, torch.float32, (self._widths[key[-1]],)) for key in keys]
         normalize.bind(leaves, self.num_envs, self.device)
         return normalize
 
@@ -406,16 +412,6 @@ def _blocks(hidden_dims: Any) -> dict[str, Any]:
     if set(others) - {width}:
         raise ValueError(f"the residual blocks of FlashSAC have one width, got hidden_dims={hidden_dims}")
     return {"width": width, "num_blocks": len(hidden_dims)}
-
-
-def _normalised(obs_groups: dict[str, list[str]], actor: Any, critic: Any) -> list[str]:
-    """The groups that are normalised."""
-    by_actor, by_critic = obs_groups["actor"], obs_groups["critic"]
-    both = set(by_actor) & set(by_critic)
-    if both and actor.obs_normalization != critic.obs_normalization:
-        raise ValueError(f"actor and critic see {sorted(both)}: obs_normalization must be the same for both")
-    names = [*(by_actor if actor.obs_normalization else []), *(by_critic if critic.obs_normalization else [])]
-    return list(dict.fromkeys(names))
 
 
 def _of_actor(key: str) -> bool:

@@ -6,8 +6,6 @@ from typing import Any
 
 from rsl_rl.runners import OnPolicyRunner
 
-from gpubuf.integrations.rsl_rl.algorithms import OffPolicy
-
 #: The keys of a configuration: those of rsl_rl, and what mjlab and Isaac Lab keep beside them.
 KNOWN = frozenset(
     ("class_name", "num_steps_per_env", "save_interval", "obs_groups", "actor", "critic", "algorithm", "logger")
@@ -42,8 +40,6 @@ class OffPolicyRunner(OnPolicyRunner):
     Raises:
         ValueError: a key is unknown, or a value is not possible.
     """
-
-    alg: OffPolicy
 
     def __init__(self, env: Any, train_cfg: dict[str, Any], log_dir: str | None = None, device: str = "cpu") -> None:
         if unknown := sorted(set(train_cfg) - KNOWN):
