@@ -428,14 +428,17 @@ def _batches(
             yield waiting.pop(0)
             waiting.append(sample(batch_size))
     thread = ThreadPoolExecutor(1)
+    coming = [thread.submit(sample, batch_size) for _ in range(queue_size)]
     try:
-        coming = [thread.submit(sample, batch_size) for _ in range(queue_size)]
         while True:
             batch = coming.pop(0).result()
             coming.append(thread.submit(sample, batch_size))
             yield batch
     finally:
-        thread.shutdown(cancel_futures=True)
+        # By hand: when the interpreter ends, what shutdown() would do it with is gone.
+        for draw in coming:
+            draw.cancel()
+        thread.shutdown()
 
 
 def _column(value: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """LeRobot's buffer: ours gives the rows that LeRobot's gave, and the right next state where it did not."""
 
 import copy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -215,6 +216,21 @@ def test_iterators_draw_without_end(async_prefetch):
     iterator.close()  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="queue_size"):
         next(buffer.get_iterator(3, async_prefetch, queue_size=0))
+
+
+def test_a_program_may_end_with_an_iterator_open():
+    """Without a word of Python's about the thread."""
+    program = """
+import torch
+from gpubuf.integrations.lerobot import ReplayBuffer
+buffer, state = ReplayBuffer(10, "cpu", use_drq=False), {"at": torch.zeros(1, 2)}
+buffer.add(state, torch.zeros(1, 1), 0.0, state, False, False)
+iterator = buffer.get_iterator(1)
+next(iterator)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0
+    assert "Exception ignored" not in ended.stderr
 
 
 def test_an_error_of_the_thread_reaches_the_caller():
