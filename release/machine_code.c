@@ -1,4 +1,5 @@
-/* Kernels that Numba has compiled, as functions of Python. calls.h is generated: a function and a line of METHODS each. */
+/* Kernels that Numba has compiled, as functions of Python. calls.h is generated: their tables, one for each kind of
+   processor, and CHOOSE, which returns that of this one. */
 
 #include <Python.h>
 
@@ -42,14 +43,22 @@ static PyObject *wrong_count(Py_ssize_t expected, Py_ssize_t given)
 
 #include "calls.h"
 
-static PyMethodDef methods[] = {METHODS{NULL, NULL, 0, NULL}};
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_machine_code", NULL, -1, methods};
+static PyMethodDef *methods_for_this_processor(void)
+{
+    __builtin_cpu_init();
+    CHOOSE
+    return NULL;
+}
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_machine_code", NULL, -1};
 
 PyMODINIT_FUNC PyInit__machine_code(void)
 {
+    PyMethodDef *methods = methods_for_this_processor();
     PyObject *module = PyModule_Create(&definition);
-    if (module == NULL || PyModule_AddStringConstant(module, "stamp", STAMP) < 0 ||
-        PyModule_AddIntConstant(module, "runs_here", __builtin_cpu_supports(PROCESSOR) != 0) < 0) {
+    if (module == NULL || (methods != NULL && PyModule_AddFunctions(module, methods) < 0) ||
+        PyModule_AddStringConstant(module, "stamp", STAMP) < 0 ||
+        PyModule_AddIntConstant(module, "runs_here", methods != NULL) < 0) {
         Py_XDECREF(module);
         return NULL;
     }

@@ -1,18 +1,21 @@
 """The machine code of the CPU kernels, as a C extension that needs no Numba: setup.py builds it into a wheel.
 
-Numba compiles every kernel to an object file. machine_code.c is linked with them: it has the two functions of Numba's
-runtime that kernels call, and what is generated here, a function per kernel that Python calls.
+Numba compiles every kernel to an object file for each of :data:`PROCESSORS`. machine_code.c is linked with them: it has
+the two functions of Numba's runtime that kernels call, and what is generated here, a function per object file that
+Python calls.
 """
 
 import importlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 from setuptools import Extension
 from setuptools.command.build_ext import build_ext
 
-#: LLVM's and GCC's name of what a processor must have: AVX2, BMI and FMA, those of 2013 and later.
-PROCESSOR = "x86-64-v3"
+#: LLVM's and GCC's names of what a processor must have, the fastest first: AVX-512, or AVX2, BMI and FMA.
+PROCESSORS = ("x86-64-v4", "x86-64-v3")
 #: The oldest Python, whose stable ABI the extension uses.
 PYTHON = (3, 11)
 
@@ -61,35 +64,46 @@ class Build(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         folder = Path(self.build_temp)
-        folder.mkdir(parents=True, exist_ok=True)
-        ext.include_dirs, ext.extra_objects = [str(folder)], compile_kernels(folder)
+        included, chosen = [], []
+        for processor in PROCESSORS:
+            into = folder / processor
+            into.mkdir(parents=True, exist_ok=True)
+            # Numba reads them when it is imported. No features beside those of the processor's name.
+            variables = {"NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": "", "PYTHONPATH": str(_HERE.parent)}
+            command = [sys.executable, "-m", "release.machine_code", processor, str(into)]
+            subprocess.run(command, env=os.environ | variables, check=True)
+            ext.extra_objects += map(str, sorted(into.glob("*.o")))
+            included.append(f'#include "{processor}/calls.h"\n')
+            chosen.append(f'    if (__builtin_cpu_supports("{processor}")) \\\n        return {_name(processor)}; \\\n')
+        (folder / "calls.h").write_text("".join([*included, "#define CHOOSE \\\n", *chosen, "\n"]))
+        ext.include_dirs = [str(folder)]
         super().build_extension(ext)
 
 
-def compile_kernels(folder: Path) -> list[str]:
-    """Write an object file per kernel and calls.h into ``folder``; returns the paths of the object files."""
-    # Numba reads them when it is imported. No features beside those of the processor's name.
-    os.environ |= {"NUMBA_CPU_NAME": PROCESSOR, "NUMBA_CPU_FEATURES": ""}
+def _name(processor: str) -> str:
+    return processor.replace("-", "_")
+
+
+def compile_kernels(processor: str, folder: Path) -> None:
+    """Write an object file per kernel and calls.h into ``folder``."""
     from gpubuf.kernels import _jit
 
     root = Path(_jit.__file__).parent
     for path in sorted(root.rglob("_numba_*.py")):
         importlib.import_module(".".join(("gpubuf.kernels", *path.relative_to(root).with_suffix("").parts)))
-    objects, calls, methods = [], [], []
+    calls, methods = [], []
     for number, kernel in enumerate(_jit._kernels.values()):
-        symbol = f"kernel_{number}"
-        path = folder / f"{symbol}.o"
-        code, arguments, result = _compiled(kernel, symbol)
-        path.write_bytes(code)
-        objects.append(str(path))
+        symbol = f"{_name(processor)}_{number}"
+        code, arguments, result = _compiled(kernel, symbol, processor)
+        (folder / f"{symbol}.o").write_bytes(code)
         calls.append(_call(symbol, arguments, result))
-        methods.append(f'{{"{kernel.name}", (PyCFunction)(void (*)(void))call_{symbol}, METH_FASTCALL, NULL}}, \\\n')
-    defined = f'#define STAMP "{_jit.source_stamp()}"\n#define PROCESSOR "{PROCESSOR}"\n'
-    (folder / "calls.h").write_text("".join([*calls, defined, "#define METHODS \\\n", *methods, "\n"]))
-    return objects
+        methods.append(f'    {{"{kernel.name}", (PyCFunction)(void (*)(void))call_{symbol}, METH_FASTCALL, NULL}},\n')
+    table = f"\nstatic PyMethodDef {_name(processor)}[] = {{\n{''.join(methods)}    {{NULL, NULL, 0, NULL}},\n}};\n"
+    stamp = f'\n#undef STAMP\n#define STAMP "{_jit.source_stamp()}"\n'
+    (folder / "calls.h").write_text("".join([*calls, table, stamp]))
 
 
-def _compiled(kernel, symbol: str) -> tuple[bytes, list[str], str]:
+def _compiled(kernel, symbol: str, processor: str) -> tuple[bytes, list[str], str]:
     """An object file with the kernel as ``symbol``, and the types of its arguments and of its result."""
     from llvmlite import binding
 
@@ -109,12 +123,9 @@ def _compiled(kernel, symbol: str) -> tuple[bytes, list[str], str]:
             raise RuntimeError(f"{kernel.name} needs {value.name}, which only Numba has")
     # Position-independent, unlike what Numba makes for its own process.
     target = binding.Target.from_default_triple()
-    machine = target.create_target_machine(cpu=PROCESSOR, opt=3, reloc="pic", codemodel="default")
-    return (
-        machine.emit_object(module),
-        [str(kind) for kind in compiled.signature.args],
-        str(compiled.signature.return_type),
-    )
+    machine = target.create_target_machine(cpu=processor, opt=3, reloc="pic", codemodel="default")
+    signature = compiled.signature
+    return machine.emit_object(module), [str(kind) for kind in signature.args], str(signature.return_type)
 
 
 def _call(symbol: str, arguments: list[str], result: str) -> str:
@@ -133,3 +144,7 @@ def _call(symbol: str, arguments: list[str], result: str) -> str:
         values="".join(f", {name}" for name in names),
         to_python=f"{_TO_PYTHON[result]}(result)" if result in _TO_PYTHON else "Py_NewRef(Py_None)",
     )
+
+
+if __name__ == "__main__":
+    compile_kernels(sys.argv[1], Path(sys.argv[2]))

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 TOP = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS = [*TOP, *sorted((ROOT / "docs").glob("*/**/*.md")), ROOT / "examples" / "README.md"]
 #: Libraries that the pages of integrations show beside gpubuf.
-PEERS = ("torchrl", "stable_baselines3", "holosoma", "lerobot", "datasets")
+PEERS = ("torchrl", "stable_baselines3", "holosoma", "lerobot", "datasets", "rsl_rl")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

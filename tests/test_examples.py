@@ -24,6 +24,7 @@ SHORT = {
     "dqn": "--steps 60 --warmup 40 --batch-size 16",
     "ray_actor": "--folder buffer --rounds 2 --steps 50 --updates 5",
     "offline": "--folder data --rows 500 --steps 5 --batch-size 32",
+    "rsl_rl_pendulum": "--algorithm SAC --iterations 1 --envs 4",
     "resume": "--folder run --steps 30 --save-every 10",
     "sac": "--steps 230 --warmup 220 --batch-size 16 --plot curve.png",
     "sb3": "--steps 430 --warmup 420",
@@ -34,7 +35,7 @@ SHORT = {
     "world_model": "--steps 3 --envs 2 --recorded 210 --slice-len 8 --slices 4",
 }
 #: The library that an example shows beside gpubuf.
-PEERS = {"ray_actor": "ray", "sb3": "stable_baselines3", "torchrl_before": "torchrl"}
+PEERS = {"ray_actor": "ray", "rsl_rl_pendulum": "rsl_rl", "sb3": "stable_baselines3", "torchrl_before": "torchrl"}
 
 
 def run(name: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Forty-four questions, as people type them into the site's search, and the place that answers each.
 
-Lines of tests/support/questions.txt read ``question -> page#section | another``. node runs the search of the built site.
+Lines of tests/support/questions.txt read ``question -> page#section | another``. node runs the built site's search.
 """
 
 import json

@@ -22,7 +22,6 @@ _T = TypeVar("_T")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _compiler = eval_frame.get_eval_frame_callback
-# The compiler sees neither a frame nor a graph in it.
 _SKIPPED = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
 
 
@@ -119,9 +118,14 @@ def graph_break(method: _Method) -> _Method:
     def call(*args: Any, **named: Any) -> Any:
         return (method if _compiler() is None else apart)(*args, **named)
 
+    return _without_frame(call)
+
+
+def _without_frame(call: Any) -> Any:
+    """A function whose frame the compiler leaves alone, and which it leaves its graph for."""
     eval_frame.set_code_exec_strategy(call.__code__, _SKIPPED)
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return cast("_Method", call)
+    call._torchdynamo_disable = True
+    return call
 
 
 class Operation:
@@ -330,11 +334,18 @@ def writing(method: _Method) -> _Method:
 
 
 def _run_by(runner: Callable[[Any], Callable[..., Any]], method: _Method) -> _Method:
-    @functools.wraps(method)
-    def step(self: Any, *args: Any, **named: Any) -> Any:
+    @graph_break
+    def apart(self: Any, *args: Any, **named: Any) -> Any:
         return runner(self)(method, self, *args, **named)
 
-    return graph_break(cast("_Method", step))
+    # `graph_break` spelled out: every operation comes here.
+    @functools.wraps(method)
+    def step(self: Any, *args: Any, **named: Any) -> Any:
+        if _compiler() is not None:
+            return apart(self, *args, **named)
+        return runner(self)(method, self, *args, **named)
+
+    return cast("_Method", _without_frame(step))
 
 
 def together(operations: Iterable[Operation], action: Callable[[], _T]) -> _T:

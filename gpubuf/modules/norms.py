@@ -240,7 +240,8 @@ class BatchNorm(_Norm):
         follows = self.statistics == "update" and self.training and torch.is_grad_enabled()
         if not (follows or (self.statistics == "batch" and self.training)):
             mean, var = self.running_mean, self.running_var
-            if torch.is_grad_enabled():  # They may move before the backward reads them.
+            # They may move before a backward reads them.
+            if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
                 copy = snapshot if by_torch else torch.clone
                 mean, var = copy(mean), copy(var)
             fixed = norms.composed_batch if by_torch else norms.batch_norm_activation_direct

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +11,14 @@ from tensordict import TensorDict
 
 from gpubuf import (
     LazyTensorStorage,
+    PrioritizedSampler,
+    RandomSampler,
     ReplayBuffer,
+    SliceSampler,
     TensorDictReplayBuffer,
 )
 from gpubuf.data import writing
+from gpubuf.data.storage.storage import TensorStorage
 from tests.contracts.checkpoints import state_bytes
 from tests.support.interrupted_buffers import CAPACITY
 from tests.support.late_gpu import GPU, LateGpu
@@ -228,3 +234,121 @@ def test_tensordicts_of_one_size_again_and_again():
         index = made.extend(tensordict(rows((CAPACITY + 1,), 0), (CAPACITY + 1,)))
         assert index[0] == -1
         assert index[1:].sort().values.equal(torch.arange(CAPACITY))
+
+
+# Dicts, and single rows: their launch is prepared, too
+
+
+def nested(columns: dict) -> dict:
+    found: dict = {}
+    for key, value in columns.items():
+        *above, name = (key,) if isinstance(key, str) else key
+        (found.setdefault(above[0], {}) if above else found)[name] = value
+    return found
+
+
+def _scalars(columns: dict) -> dict:
+    """Rows whose rewards are numbers, as programs get them from environments."""
+    return columns | {("next", "reward"): columns["next", "reward"][..., 0]}
+
+
+FORMS = {
+    "tensors": lambda row: {key: torch.as_tensor(value) for key, value in row.items()},
+    "arrays": lambda row: {key: np.asarray(value) for key, value in row.items()},
+    "mixed": lambda row: row | {"obs": torch.from_numpy(row["obs"])},
+    "numbers": lambda row: row | {("next", "reward"): float(row["next", "reward"]), "action": int(row["action"])},
+    "numbers of NumPy": lambda row: row | {("next", "reward"): np.float64(row["next", "reward"])},
+    "no numbers": lambda row: row | {("next", "reward"): float("inf")},
+}
+BUFFERS = {
+    "uniform": (lambda: RandomSampler(), {}),
+    "prioritized": (lambda: PrioritizedSampler(CAPACITY, 0.7, 0.5), {}),
+    "slices": (lambda: SliceSampler(slice_len=2, end_key=("next", "done")), {}),
+    "shared": (lambda: RandomSampler(), {"share_next": True}),
+}
+
+
+def _pair(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[TensorDictReplayBuffer, TensorDictReplayBuffer]:
+    """Two buffers, the second of which writes everything in the general way."""
+    sampler, options = BUFFERS[kind]
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        storage = LazyTensorStorage(CAPACITY, **options)
+        made.append(TensorDictReplayBuffer(storage=storage, sampler=sampler(), batch_size=4))
+    monkeypatch.setattr(made[1].parts.writes, "prepared", lambda *_, **__: None)
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_in_dicts_are_as_in_the_general_way(form: str, kind: str, monkeypatch: pytest.MonkeyPatch):
+    ours, theirs = _pair(kind, monkeypatch)
+    for step in range(CAPACITY + 5):
+        row = FORMS[form]({key: value[0] for key, value in _scalars(rows((1,), step)).items()})
+        if step == CAPACITY and kind == "prioritized":
+            for each in (ours, theirs):
+                each.update_priority(torch.arange(5), torch.arange(5.0) + 3)
+        assert ours.add(nested(row)) == theirs.add(nested(row)) == step % CAPACITY
+    assert_same_buffers(ours, theirs)
+    with monkeypatch.context() as patched:
+        patched.setattr(TensorStorage, "as_batch", None)
+        # Numbers beyond a range are looked at by PyTorch.
+        with pytest.raises(TypeError) if form == "no numbers" else contextlib.nullcontext():
+            ours.add(nested(row))
+
+
+def test_dicts_of_several_rows_are_as_in_the_general_way(monkeypatch: pytest.MonkeyPatch):
+    ours, theirs = _pair("uniform", monkeypatch)
+    for step in range(0, 3 * CAPACITY, 5):
+        for form in ("tensors", "arrays", "mixed"):
+            batch = nested(FORMS[form](rows((5,), step)))
+            assert torch.equal(ours.extend(batch), theirs.extend(batch))
+    assert_same_buffers(ours, theirs)
+    with monkeypatch.context() as patched:
+        patched.setattr(TensorStorage, "_append", None)
+        ours.extend(batch)
+
+
+def test_what_is_no_row_has_the_error_of_the_general_way(monkeypatch: pytest.MonkeyPatch):
+    ours, theirs = _pair("uniform", monkeypatch)
+    good = {key: value[0] for key, value in _scalars(rows((1,), 0)).items()}
+    for _ in range(3):
+        for each in (ours, theirs):
+            each.add(nested(good))
+    wrong = {
+        "missing": {key: value for key, value in good.items() if key != "obs"},
+        "float64": good | {"obs": good["obs"].astype(np.float64)},
+        "shape": good | {"obs": good["obs"][:2]},
+        "integer": good | {("next", "reward"): 1},
+        "bool": good | {"action": True},
+        "large": good | {"action": 1 << 70},
+        "a batch": rows((2,), 0),
+        "text": good | {"action": "left"},
+        "object": good | {"action": np.array(None)},
+        "no entry": good | {"action": None},
+        "list": good | {("next", "reward"): [1.0]},
+        "a dict": good | {"action": {"a": 1}},
+    }
+    for name, row in wrong.items():
+        said = []
+        for each in (ours, theirs):
+            with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+                each.add(nested(row))
+            said.append((caught.type, str(caught.value)))
+        assert said[0] == said[1], name
+        assert len(ours) == 3, name
+    assert_same_buffers(ours, theirs)
+
+
+def test_a_row_may_be_a_view_of_the_rows():
+    """It is read before it is overwritten."""
+    made = TensorDictReplayBuffer(storage=LazyTensorStorage(3), batch_size=2)
+    for step in range(3):
+        made.add(tensordict(rows((1,), step), (1,))[0])
+    # The newest row, then that which it replaced.
+    for place in (2, 0):
+        row = made[:][place].exclude("index")
+        due = row.clone()
+        cursor = made.add(row)
+        assert same(made[cursor].exclude("index"), due)

@@ -270,7 +270,8 @@ def run_loss(loss: SACLoss, batch: TensorDict, seed: int) -> dict[str, Tensor]:
 
 def total(losses: Any) -> Tensor:
     """The sum of all losses."""
-    return sum((losses[name].sum() for name in sorted(losses.keys()) if name.startswith("loss_")), torch.zeros(()))
+    names = sorted(name for name in losses.keys() if name.startswith("loss_"))
+    return sum((losses[name].sum() for name in names), torch.zeros(()))
 
 
 def separated(loss: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpubuf.data.arguments import check_count
 from gpubuf.data.operation import operation
-from gpubuf.data.recording import at_replays
+from gpubuf.data.recording import at_replays, current
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.priorities import check_beta, exponent, refuse_negative, refuse_unusable, rows_at, vector
 from gpubuf.data.samplers.shards import Shards
@@ -207,8 +207,10 @@ class PrioritizedSampler(Sampler):
 
     def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
         """Positions by priority, and ``"priority_weight"``, float32 ``[n]``. One launch, no host sync."""
-        tree = self._tree or self._tree_made()
-        random = self.random_state(tree.leaves.device)
+        tree, random = self._tree or self._tree_made(), self._random
+        # Past a call where there is nothing to do: every sample comes here.
+        if not random or current.recording:
+            random = self.random_state(tree.leaves.device)
         if not self.shards:
             positions, weight = tree.draw(n, random, self.stratified)
             return positions, {"priority_weight": weight}

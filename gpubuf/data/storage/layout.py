@@ -100,7 +100,7 @@ class ArenaPlan(NamedTuple):
 
 
 def _find_entries(node: Node, data: Any, found: list[Any]) -> bool:
-    """Append what ``data`` has for each leaf of ``node``. Returns whether it is a TensorDict, or a dict, of these keys."""
+    """Append what ``data`` has for each leaf of ``node``; returns whether it is a TensorDict or dict of these keys."""
     # A plain TensorDict's own entries, which are only read here.
     entries: Any = data._tensordict if type(data) is TensorDict else data
     if type(entries) is not dict or len(entries) != len(node.children):
