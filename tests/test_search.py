@@ -1,6 +1,6 @@
 """Forty-four questions, as people type them into the site's search, and the place that answers each.
 
-Lines of tests/support/questions.txt read ``question -> page#section``. node runs the search of the built site.
+Lines of tests/support/questions.txt read ``question -> page#section | another``. node runs the built site's search.
 """
 
 import json
@@ -59,6 +59,7 @@ def test_questions_are_answered_in_two_clicks(tmp_path: Path):
     lost = {}
     for question, place in wanted.items():
         results = [shown for page in found[question][:FIRST] for shown in page]
-        if place not in results and not any(place in linked(tmp_path, shown) for shown in results):
+        places, reached = set(place.split(" | ")), set(results).union(*(linked(tmp_path, shown) for shown in results))
+        if not places & reached:
             lost[question] = results
     assert len(wanted) - len(lost) >= ANSWERED, lost

@@ -79,9 +79,8 @@ def _move(storage: TensorStorage, before: Placement, target: Placement, progress
             host_memory.synchronize(device)
     rows = _Rows(storage, before)
     try:
-        with progress_bar(
-            f"moving to {target.kind}", rows.n_bytes, progress, binary=True, least=LARGE_BYTES
-        ) as advance:
+        words = f"moving to {target.kind}"
+        with progress_bar(words, rows.n_bytes, progress, binary=True, least=LARGE_BYTES) as advance:
             rows.to(target, advance)
         storage.relocated(target)
     except BaseException:
