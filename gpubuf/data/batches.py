@@ -289,6 +289,9 @@ def attach_info(data: TensorDictBase, info: Mapping[Any, Tensor], ndim: int) -> 
         if not same:
             if value.shape[:lead].numel() == shape.numel():
                 value = value.reshape(*shape, *value.shape[lead:])
+            elif value.shape[: len(shape)] != shape:
+                left, rows = list(shape), list(value.shape[:lead])
+                raise RuntimeError(f"transforms have left a batch of shape {left}, but {key!r} is of {rows} rows")
         elif len(shape) > lead and (key == INDEX or value.shape[: len(shape)] != shape):
             value = expanded(value, lead, shape)
         data.set(key, value)
