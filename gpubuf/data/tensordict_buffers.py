@@ -198,8 +198,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             positions = as_positions(index, self.parts.storage.shape, self.parts.storage.device)
             # A position of -1 is ignored.
             index = torch.where(rows_of(masks, positions.numel()).to(positions.device), positions, -1)
-        set_priorities, changing = sampler.update_priority, self.parts.storage.changing
-        self.operation.run(changing, set_priorities, index, priority, generation=generation)
+        self.update_priority(index, priority, generation=generation)
 
     def _by_row(
         self, data: TensorDictBase, index: Tensor, priority: Tensor, generation: Tensor | None, masks: list[Tensor]

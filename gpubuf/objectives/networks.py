@@ -46,7 +46,7 @@ def _no_grad() -> torch.no_grad:
 
 
 # From PyTorch 2.11 on autocast keeps no weight that it has cast without gradients.
-without_gradients = torch.no_grad if torch.__version__ >= (2, 11) else _no_grad
+without_gradients = torch.no_grad if torch.__version__ >= "2.11" else _no_grad
 """``torch.no_grad`` for networks that learn from the same batch."""
 
 

@@ -142,7 +142,7 @@ class TD3Loss(LossModule):
         state_action_value: NestedKey = "state_action_value"
 
     _rows = "actions of batch shape"
-    loss_names = (
+    loss_names: tuple[str, ...] = (
         "loss_actor",
         "loss_qvalue",
         "pred_value",

@@ -91,7 +91,8 @@ class OffPolicy:
         config: Any = SimpleNamespace(**vars(own), hidden=critic.hidden_dims)
         critics = algorithm.critics(config, sum(known.values()), self.num_actions, self.device)
         (network[0] if hasattr(network, "get_dist") else network).in_keys = [self._keys[name] for name in seen]
-        critics.in_keys = [*(self._keys[name] for name in known), "action"]
+        known_keys: list[Any] = [self._keys[name] for name in known]
+        critics.in_keys = [*known_keys, "action"]
         scale = torch.tensor(own.action_scale, device="cpu").float().expand(self.num_actions).to(self.device, copy=True)
         self.policy = Policy(network, algorithm.actions, seen, scale)
         options = algorithm.options(config, self.num_actions)
@@ -290,7 +291,8 @@ class OffPolicy:
 
     def _make_buffer(self, env: Any) -> Ring:
         own = self.own
-        process, transforms = [[] if each is None else [each] for each in (self.normalize, self.reward_scale)]
+        parts: list[list[Any]] = [[] if each is None else [each] for each in (self.normalize, self.reward_scale)]
+        process, transforms = parts
         if own.symmetry_cfg is not None:
             # Its function knows observations as the environments give them.
             symmetry = Symmetry(env, own.symmetry_cfg, self.policy.action_scale)
@@ -327,11 +329,11 @@ class Symmetry:
         self._env, self._scale = env, action_scale
         self._function = resolve_callable(cfg["data_augmentation_func"])
 
-    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+    def __call__(self, batch: TensorDictBase) -> Any:
         """The batch ``[B]`` and its images, ``[k * B]``."""
         obs, action = self._function(env=self._env, obs=batch["observation"], actions=batch["action"] * self._scale)
         following, _ = self._function(env=self._env, obs=batch["next", "observation"], actions=None)
-        out: TensorDictBase = torch.cat([batch] * (len(obs) // len(batch)))
+        out: Any = torch.cat([batch] * (len(obs) // len(batch)))
         return out.set("observation", obs).set("action", action / self._scale).set(("next", "observation"), following)
 
 
@@ -360,6 +362,11 @@ class FastSAC(OffPolicy):
     models: ClassVar = _of_program("swish", True, actor=(512, 256, 128), critic=(768, 384, 192))
 
 
+def _flashsac_critics(own: Any, obs: int, action: int, device: torch.device) -> Any:
+    nets = {"num_atoms": own.atoms, "num_nets": own.critics}
+    return modules.make_flashsac_critic(obs, action, **_blocks(own.hidden), **nets, device=device)
+
+
 class FlashSAC(OffPolicy):
     """FlashSAC (its program at 87edc90, ``agents/flashSAC``). Each of ``hidden_dims`` is a residual block."""
 
@@ -368,9 +375,7 @@ class FlashSAC(OffPolicy):
         actor=lambda obs, action, hidden, device: modules.make_flashsac_actor(
             obs, action, **_blocks(hidden), device=device
         ),
-        critics=lambda own, obs, action, device: modules.make_flashsac_critic(
-            obs, action, **_blocks(own.hidden), num_atoms=own.atoms, num_nets=own.critics, device=device
-        ),
+        critics=_flashsac_critics,
     )
     settings: ClassVar = {
         **OffPolicy.settings,
@@ -378,6 +383,16 @@ class FlashSAC(OffPolicy):
         **{"atoms": 101, "v_min": -5.0, "v_max": 5.0, "noise_hold": 16},
     }
     models: ClassVar = _of_program("relu", False, actor=(128, 128), critic=(256, 256))
+
+
+def _fasttd3_critics(own: Any, obs: int, action: int, device: torch.device) -> Any:
+    nets = {"num_atoms": own.atoms, "num_nets": own.critics}
+    return modules.make_sac_critic(obs, action, own.hidden, **nets, device=device)
+
+
+def _fasttd3_options(own: Any, action: int) -> dict[str, Any]:
+    names = ("v_min", "v_max", "policy_noise", "noise_clip")
+    return {**{name: getattr(own, name) for name in names}, "num_atoms": own.atoms, "bounds": (-1.0, 1.0)}
 
 
 class FastTD3(OffPolicy):
@@ -388,14 +403,9 @@ class FastTD3(OffPolicy):
 
     algorithm = replace(
         ALGORITHMS["td3"],
-        critics=lambda own, obs, action, device: modules.make_sac_critic(
-            obs, action, own.hidden, num_atoms=own.atoms, num_nets=own.critics, device=device
-        ),
+        critics=_fasttd3_critics,
         loss=CategoricalTD3Loss,
-        options=lambda own, action: {
-            **{"v_min": own.v_min, "v_max": own.v_max, "num_atoms": own.atoms, "bounds": (-1.0, 1.0)},
-            **{"policy_noise": own.policy_noise, "noise_clip": own.noise_clip},
-        },
+        options=_fasttd3_options,
     )
     settings: ClassVar = {
         **OffPolicy.settings,

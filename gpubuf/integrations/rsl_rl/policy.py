@@ -68,7 +68,7 @@ class Policy(nn.Module):
         """A copy for ``torch.jit.script``, on the CPU."""
         policy = self.as_onnx()
         with torch.no_grad():
-            return Scripted(torch.jit.trace(policy, policy.get_dummy_inputs()))  # type: ignore[no-untyped-call]
+            return Scripted(torch.jit.trace(policy, policy.get_dummy_inputs()))
 
 
 class Scripted(nn.Module):
