@@ -2,15 +2,14 @@
 
     python examples/rsl_rl_pendulum.py
     python examples/rsl_rl_pendulum.py --algorithm SAC --iterations 20
-    python examples/rsl_rl_pendulum.py --compare rsl_rl.png
+    python examples/rsl_rl_pendulum.py --algorithm PPO --iterations 300
 
-The last one trains with all of them and with rsl_rl's PPO, and draws their returns and steps per second.
+The last one is rsl_rl's own, with networks of the same size.
 
 The environments are as rsl_rl asks for them. The policy sees the pendulum through a sensor; the critics know its state.
 """
 
 import argparse
-import time
 from typing import Any
 
 import torch
@@ -22,11 +21,10 @@ from gpubuf.integrations.rsl_rl import OffPolicyRunner
 from gpubuf.train.torch_environments import Pendulum
 
 # Sizes for a CPU. docs/integrations/rsl_rl.md has those of the papers.
-SMALL = {"hidden_dims": [64, 64]}
 CONFIGS: dict[str, dict[str, Any]] = {
     "SAC": {"tau": 0.01},
     "FastSAC": {"policy_every": 2, "weight_decay": 0.0, "v_min": -10.0, "v_max": 10.0, "scale_rewards": True},
-    "FlashSAC": {"gamma": 0.97, "n_steps": 1, "updates_per_step": 4},
+    "FlashSAC": {"gamma": 0.97, "n_steps": 1, "policy_every": 1},
     "FastTD3": {"learning_rate": 1e-3, "weight_decay": 0.0, "policy_noise": 0.1, "scale_rewards": True},
 }
 
@@ -68,29 +66,38 @@ class PendulumEnv(VecEnv):
 def config(algorithm: str) -> dict[str, Any]:
     """A configuration of rsl_rl."""
     sizes = {"batch_size": 256, "updates_per_step": 8, "buffer_steps": 500, "learning_rate": 2e-3, "tau": 0.05}
+    # One residual block, or two layers.
+    network = {"hidden_dims": [64] if algorithm == "FlashSAC" else [64, 64]}
     return {
         "num_steps_per_env": 20,
         "save_interval": 10,
         "obs_groups": {"actor": ["policy"], "critic": ["policy", "privileged"]},
-        "actor": SMALL,
-        "critic": SMALL,
+        "actor": network,
+        "critic": network,
         "algorithm": {"class_name": f"gpubuf.integrations.rsl_rl:{algorithm}", **sizes, **CONFIGS[algorithm]},
     }
 
 
 def config_of_ppo() -> dict[str, Any]:
     """The same networks, with rsl_rl's own algorithm."""
+    off_policy = config("SAC")
     noise = {"class_name": "GaussianDistribution", "init_std": 1.0, "std_type": "scalar"}
-    model = {"class_name": "MLPModel", "activation": "elu", "obs_normalization": True, **SMALL}
+    model = {"class_name": "MLPModel", "activation": "elu", "obs_normalization": True, **off_policy["actor"]}
     return {
-        **config("SAC"),
+        **off_policy,
         "actor": {**model, "distribution_cfg": noise},
         "critic": model,
         "algorithm": {"class_name": "PPO", "entropy_coef": 0.0},
     }
 
 
-def mean_return(runner: OffPolicyRunner, env: PendulumEnv) -> float:
+def make_runner(algorithm: str, env: VecEnv, log_dir: str | None = None, device: str = "cpu") -> OnPolicyRunner:
+    if algorithm == "PPO":
+        return OnPolicyRunner(env, config_of_ppo(), log_dir, device)
+    return OffPolicyRunner(env, config(algorithm), log_dir, device)
+
+
+def mean_return(runner: OnPolicyRunner, env: PendulumEnv) -> float:
     """Of one episode in each environment, by the best actions."""
     policy = runner.get_inference_policy()
     total = 0.0
@@ -100,53 +107,16 @@ def mean_return(runner: OffPolicyRunner, env: PendulumEnv) -> float:
     return total
 
 
-def curve(algorithm: str, evaluations: int, envs: int) -> tuple[list[tuple[int, float]], float]:
-    """((transitions, return) of each evaluation, steps of an environment per second of this process)."""
-    torch.manual_seed(0)
-    ppo = algorithm == "PPO"
-    made = config_of_ppo() if ppo else config(algorithm)
-    runner = (OnPolicyRunner if ppo else OffPolicyRunner)(PendulumEnv(envs), made)
-    points, seconds, steps = [(0, mean_return(runner, PendulumEnv(envs, seed=1)))], 0.0, 0
-    for _ in range(evaluations):
-        begin = time.process_time()
-        runner.learn(2)
-        seconds, steps = seconds + time.process_time() - begin, steps + 2 * made["num_steps_per_env"]
-        points.append((steps * envs, mean_return(runner, PendulumEnv(envs, seed=1))))
-    return points, steps * envs / seconds
-
-
-def draw(path: str, curves: dict[str, tuple[list[tuple[int, float]], float]]) -> None:
-    """Returns over transitions, and steps per second."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    returns, speeds = figure.subplots(1, 2)
-    for name, (points, _) in curves.items():
-        returns.plot(*zip(*points, strict=True), label=name)
-    returns.set(xlabel="transitions", ylabel="return of the best actions", title="torch/Pendulum, one seed")
-    returns.legend()
-    bars = speeds.bar(list(curves), [speed for _, speed in curves.values()])
-    speeds.bar_label(bars, fmt="{:,.0f}")
-    speeds.set(yscale="log", title="environment steps per second of one CPU core")
-    figure.savefig(path, dpi=100)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithm", choices=CONFIGS, default="FastSAC")
+    parser.add_argument("--algorithm", choices=("PPO", *CONFIGS), default="FastSAC")
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--envs", type=int, default=64)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--log-dir")
-    parser.add_argument("--compare", metavar="FILE")
     args = parser.parse_args()
-    if args.compare:
-        names = ("PPO", *CONFIGS)
-        draw(args.compare, {name: curve(name, max(args.iterations // 2, 1), args.envs) for name in names})
-        print(f"curves in {args.compare}")
-        return
     torch.manual_seed(0)
-    runner = OffPolicyRunner(PendulumEnv(args.envs, args.device), config(args.algorithm), args.log_dir, args.device)
+    runner = make_runner(args.algorithm, PendulumEnv(args.envs, args.device), args.log_dir, args.device)
     runner.learn(args.iterations, init_at_random_ep_len=True)
     print(f"{args.algorithm}: mean return {mean_return(runner, PendulumEnv(args.envs, args.device, seed=1)):.0f}")
 
