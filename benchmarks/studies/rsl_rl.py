@@ -2,7 +2,8 @@
 
 ``make rsl_rl`` installs rsl_rl. Then ``.peers/rsl_rl/bin/python -m benchmarks.studies.rsl_rl`` runs one algorithm after
 the other, on one thread, as ``examples/rsl_rl_pendulum.py`` does, and takes some minutes. Its seconds are those of the
-processor, which other programs on it don't change. What a file of results has of other algorithms and seeds stays in it.
+processor, which other programs on it don't change. What a file of results has of other algorithms and seeds stays
+there.
 """
 
 from __future__ import annotations
