@@ -37,6 +37,29 @@ def learning(runs: Runs) -> Any:
     }
 
 
+def rsl_rl(runs: Runs) -> Any:
+    """By algorithm the curves of every seed in rsl_rl's runner: (transitions, seconds of a core, mean return)."""
+    found: dict[str, list[Any]] = {}
+    for one in runs["rsl_rl"].data["rsl_rl"] if "rsl_rl" in runs else ():
+        found.setdefault(one["algorithm"], []).append(one["points"])
+    return found
+
+
+def draw_rsl_rl(figure: Any, found: Any) -> None:
+    by_steps, by_seconds = figure.subplots(1, 2, sharey=True)
+    for column, axes in enumerate((by_steps, by_seconds)):
+        for number, (name, curves) in enumerate(found.items()):
+            for seed, points in enumerate(curves):
+                # Untrained policies are left out: a logarithm has no 0.
+                x = [point[column] for point in points[1:]]
+                label = name if seed == 0 else None
+                axes.plot(x, [point[2] for point in points[1:]], label=label, color=f"C{number}")
+        axes.grid(alpha=0.3)
+    by_steps.set(xscale="log", xlabel="transitions", ylabel="return")
+    by_seconds.set(xlabel="seconds of a core")
+    figure.legend(*by_steps.get_legend_handles_labels(), loc="outside upper center", ncols=max(len(found), 1))
+
+
 def draw_learning(figure: Any, found: Any) -> None:
     all_axes = figure.subplots(1, len(found), squeeze=False)[0]
     for axes, (env, curves) in zip(all_axes, found.items(), strict=True):
@@ -85,6 +108,7 @@ def draw_ratios(figure: Any, found: Any) -> None:
 
 PICTURES: dict[str, tuple[Callable[[Runs], Any], Callable[[Any, Any], None]]] = {
     "docs/learning.png": (learning, draw_learning),
+    "docs/integrations/rsl_rl.png": (rsl_rl, draw_rsl_rl),
     "docs/performance.png": (in_turn, draw_ratios),
     "docs/performance-gpu.png": (over_and_over, draw_ratios),
 }
@@ -110,6 +134,6 @@ def draw(picture: str, runs: Runs) -> None:
 
     find, show = PICTURES[picture]
     found = find(runs)
-    figure = Figure(figsize=(8, 4 if show is draw_learning else 1 + 0.36 * len(found)), layout="constrained")
+    figure = Figure(figsize=(8, 1 + 0.36 * len(found) if show is draw_ratios else 4), layout="constrained")
     show(figure, found)
     figure.savefig(ROOT / picture, dpi=110, metadata={SHOWN: json.dumps(found)})

@@ -273,6 +273,20 @@ def alone(run: Run) -> str:
     return table(["", "steps per second", "updates per second"], rows)
 
 
+def rsl_rl(run: Run) -> str:
+    """docs/integrations/rsl_rl.md: what each algorithm reaches in rsl_rl's runner, and how fast it is."""
+    rows = []
+    for name in dict.fromkeys(one["algorithm"] for one in run.data["rsl_rl"]):
+        ones = [one for one in run.data["rsl_rl"] if one["algorithm"] == name]
+        spent = sum(one["processor_seconds"] for one in ones)
+        returns = ", ".join(f"{one['mean_return']:.0f}" for one in ones)
+        updates = sum(one["updates"] for one in ones)
+        rates = [f"{sum(one['steps'] for one in ones) / spent:,.0f}", f"{updates / spent:,.0f}"]
+        rows.append([name, f"{ones[0]['steps']:,}", returns, f"{spent / len(ones):.0f}", *rates])
+    head = ["`torch/Pendulum`, 64 environments", "steps", "mean return by seed", "seconds of a core"]
+    return table([*head, "steps per second", "updates per second"], rows)
+
+
 def launches(runs: Runs) -> str:
     """docs/performance-launches.md: the kernels of every call, what it should take on an H200, and what it took.
 
@@ -338,6 +352,7 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "alone_gpu": of_run(alone, "alone on cuda"),
     "algorithms": of_run(algorithms, "learning"),
     "speed": of_run(speed, "speed"),
+    "rsl_rl": of_run(rsl_rl, "rsl_rl"),
     "launches": launches,
     "writers": of_run(writers, "writers"),
 }

@@ -1,9 +1,8 @@
 """Trains pendulums in rsl_rl's runner: by its own PPO, and by SAC, FastSAC, FlashSAC and FastTD3.
 
 ``make rsl_rl`` installs rsl_rl. Then ``.peers/rsl_rl/bin/python -m benchmarks.studies.rsl_rl`` runs one algorithm after
-the other, on one thread, as ``examples/rsl_rl_pendulum.py`` does, and takes some minutes. Its seconds are those of the
-processor, which other programs on it don't change. What a file of results has of other algorithms and seeds stays
-there.
+the other, on one thread, as ``examples/rsl_rl_pendulum.py`` does. It takes some minutes. What a file of results has of
+other algorithms and seeds stays in it.
 """
 
 from __future__ import annotations
@@ -47,16 +46,17 @@ def curve(example: Any, algorithm: str, seed: int, iterations: int) -> dict[str,
         with contextlib.redirect_stdout(io.StringIO()):
             runner.learn(every, init_at_random_ep_len=number == 0)
         spent, seconds = spent + time.process_time() - before[0], seconds + time.perf_counter() - before[1]
+    alg = runner.alg
+    ppo = algorithm == "PPO"
     return {
-        **{
-            "algorithm": algorithm,
-            "seed": seed,
-            "points": points,
-            "mean_return": points[-1][2],
-            "steps": points[-1][0],
-        },
-        **{"seconds": round(seconds, 2), "processor_seconds": round(spent, 2)},
-        "updates": getattr(runner.alg, "updates", None),
+        "algorithm": algorithm,
+        "seed": seed,
+        "points": points,
+        "mean_return": points[-1][2],
+        "steps": points[-1][0],
+        "updates": number * every * alg.num_learning_epochs * alg.num_mini_batches if ppo else alg.updates,
+        "seconds": round(seconds, 2),
+        "processor_seconds": round(spent, 2),
     }
 
 

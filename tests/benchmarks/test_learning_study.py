@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.measure.results import newest_runs
-from benchmarks.studies import learning, speed
+from benchmarks.studies import learning, rsl_rl, speed
 from gpubuf import cli
+from tests.support import rsl_rl_stand_in
 
 TINY = ["--learning-starts", "240", "--eval-every", "100", "--eval-episodes", "2"]
 
@@ -146,3 +147,20 @@ def test_programs_run_in_turn(monkeypatch: pytest.MonkeyPatch):
     assert found["long", 80] > 0.4
     with pytest.raises(subprocess.CalledProcessError):
         speed.seconds({("broken", 1): ["false"], ("long", 10_000): naps})
+
+
+def test_runs_in_rsl_rls_runner_are_kept_beside_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rsl_rl, "ENVIRONMENTS", 2)
+    out = tmp_path / "results.json"
+    with rsl_rl_stand_in.installed():
+        for seed in ("1", "0", "1"):
+            rsl_rl.main(["--algorithms", "SAC", "--seeds", seed, "--iterations", "1", "--out", str(out)])
+    found = json.loads(out.read_text())["rsl_rl"]
+    assert [(one["algorithm"], one["seed"], one["steps"], one["updates"]) for one in found] == [
+        ("SAC", 0, 40, 80),
+        ("SAC", 1, 40, 80),
+    ]
+    for one in found:
+        assert [point[0] for point in one["points"]] == [0, 40]
+        assert all(-2000 < value < 0 for _, _, value in one["points"])
+        assert one["points"][-1][1:] == [one["processor_seconds"], one["mean_return"]]

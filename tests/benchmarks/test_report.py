@@ -48,7 +48,7 @@ def test_the_committed_pages_are_those_of_the_committed_runs():
 def test_a_picture_is_that_of_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It is drawn anew where it is missing or where runs have changed, and a peer that is faster has a bar too."""
     runs = newest_runs()
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "integrations").mkdir(parents=True)
     monkeypatch.setattr(pictures, "ROOT", tmp_path)
     assert pictures.outdated(runs) == [*pictures.PICTURES]
     for name in pictures.PICTURES:

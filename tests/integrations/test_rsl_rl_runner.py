@@ -130,6 +130,7 @@ def test_rsl_rls_own_runner_takes_the_algorithm(theirs: bool):
     made.learn(num_learning_iterations=1, init_at_random_ep_len=True)
     assert type(made.alg) is ours.FastSAC
     assert made.alg.steps == 4
+    assert made.cfg["algorithm"]["rnd_cfg"] is None, "rsl_rl up to 5.4 reads it"
 
 
 @pytest.mark.usefixtures("theirs")

@@ -41,6 +41,8 @@ class OnPolicyRunner:
         algorithm = resolve_callable(train_cfg["algorithm"]["class_name"])
         self.alg = algorithm.construct_algorithm(env.get_observations(), env, train_cfg, device)
         self.current_learning_iteration = 0
+        # As up to 5.4. Later versions do without the key.
+        assert not train_cfg["algorithm"]["rnd_cfg"]
 
     def learn(self, num_learning_iterations: int, init_at_random_ep_len: bool = False) -> None:
         if init_at_random_ep_len:

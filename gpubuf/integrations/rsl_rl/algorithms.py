@@ -81,6 +81,8 @@ class OffPolicy:
             for part, model in self.models.items()
         )
         _taken("", {name: cfg.get(name) for name in _ALONE}, _ALONE, _ALONE)
+        # Up to rsl_rl 5.4 runner and log read it.
+        cfg["algorithm"].setdefault("rnd_cfg", None)
         groups = cfg["obs_groups"] = resolve_obs_groups(obs, cfg["obs_groups"], list(self.models))
         seen, known = [{name: obs[name].shape[1] for name in groups[part]} for part in self.models]
         self._widths = {**seen, **known}
