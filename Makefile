@@ -33,7 +33,7 @@ export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test compat newest smoke torchrl ray rsl_rl bench gpu report docs dist clean
+.PHONY: help train test compat newest smoke torchrl ray jax rsl_rl bench gpu report docs dist clean
 
 help:
 	@echo "make train   train SAC on Pendulum-v1; options: ARGS='--env NAME --prioritized --seed 1 ...'"
@@ -45,6 +45,7 @@ help:
 	@echo "make smoke   a minute's work with what is installed: buffers, training, mapped files; BASE=.compat or .newest"
 	@echo "make torchrl run programs and losses on TorchRL and on gpubuf, and compare what they give"
 	@echo "make ray     the tests of buffers in actors of Ray"
+	@echo "make jax     the tests of arrays of JAX, in the environment of flashbax"
 	@echo "make rsl_rl  the tests of the algorithms in rsl_rl's runner"
 	@echo "make bench   all benchmarks beside TorchRL, cpprb, flashbax and rlox, each in its environment;"
 	@echo "             writes benchmarks/results/<device>-<date>.json and its like, or into OUT=folder;"
@@ -81,6 +82,9 @@ torchrl: $(PEERS)/torchrl/.ready
 
 ray: $(PEERS)/ray/.ready
 	$(PEERS)/ray/bin/python -m pytest -n 0 -W default tests/integrations/test_ray.py $(ARGS)
+
+jax: $(PEERS)/flashbax/.ready
+	$(PEERS)/flashbax/bin/python -m pytest -n 0 tests/integrations/test_jax.py $(ARGS)
 
 rsl_rl: $(PEERS)/rsl_rl/.ready
 	$(PEERS)/rsl_rl/bin/python -m pytest -n 0 tests/integrations/test_rsl_rl_runner.py $(ARGS)

@@ -12,13 +12,13 @@ from torch import Tensor
 from gpubuf.data.arguments import check_batch_size, warn
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.operation import Operation
-from gpubuf.data.pinning import pin
+from gpubuf.data.pinning import moved, pin
 from gpubuf.data.recording import at_replays
 from gpubuf.data.samplers.base import Drawn, Sampler, require_rows
 from gpubuf.data.sequences import SampleUnit
 from gpubuf.data.storage.containers import Data
 from gpubuf.data.storage.indexing import expanded
-from gpubuf.data.storage.placement import check_host_room
+from gpubuf.data.storage.placement import batch_device, check_host_room
 from gpubuf.data.storage.plan import RowPlan
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.transforms import Compose
@@ -75,7 +75,8 @@ class Batches:
     def __post_init__(self) -> None:
         # What is done to rows after they were gathered, apart from the transforms, of which there may be more later.
         self._direct = self.collate_fn is None
-        self._finished = self._direct and self.relabel is None and not self.pin_memory
+        self._device = batch_device(self.storage.allocation.device)
+        self._finished = self._direct and self.relabel is None and not self.pin_memory and self._device is None
 
     @property
     def ahead(self) -> int:
@@ -236,11 +237,13 @@ class Batches:
         return info
 
     def finish(self, batch: Batch) -> Batch:
-        """Relabel, collate, transform and pin."""
+        """Relabel, copy to the device of batches, collate, transform and pin."""
         if self._finished and self.transform.is_empty:
             return batch
         if self.relabel is not None:
             self.relabel.finish(batch.data, batch.info)
+        if self._device is not None:
+            batch = batch._replace(data=moved(batch.data, self._device), info=moved(batch.info, self._device))
         return finished(batch, self.collate_fn, self.transform, self.pin_memory)
 
 
@@ -286,6 +289,9 @@ def attach_info(data: TensorDictBase, info: Mapping[Any, Tensor], ndim: int) -> 
         if not same:
             if value.shape[:lead].numel() == shape.numel():
                 value = value.reshape(*shape, *value.shape[lead:])
+            elif value.shape[: len(shape)] != shape:
+                left, rows = list(shape), list(value.shape[:lead])
+                raise RuntimeError(f"transforms have left a batch of shape {left}, but {key!r} is of {rows} rows")
         elif len(shape) > lead and (key == INDEX or value.shape[: len(shape)] != shape):
             value = expanded(value, lead, shape)
         data.set(key, value)

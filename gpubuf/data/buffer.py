@@ -580,6 +580,10 @@ class ReplayBuffer:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         passing.register(cls)
+        extends = next(base for base in cls.__mro__ if "extend" in vars(base))
+        if not extends.__module__.startswith("gpubuf."):
+            # A program's own extend() gets single rows too.
+            cls._entries_are_keys = ()
 
     def __getstate__(self) -> dict[str, Any]:
         return passing.state_of(self)

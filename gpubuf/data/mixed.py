@@ -87,6 +87,9 @@ class MixedReplayBuffer:
         priority_key: str | tuple[str, ...] | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
+        if isinstance(buffers, ReplayBuffer):
+            # Iteration over it would never end.
+            raise TypeError("expected a list of ReplayBuffers, got one: MixedReplayBuffer([first, second])")
         buffers = tuple(buffers)
         for buffer in buffers:
             if not isinstance(buffer, ReplayBuffer):

@@ -9,6 +9,7 @@ import torch
 from gpubuf.data.operation import operation
 from gpubuf.data.parts import Assembled
 from gpubuf.data.storage import host_memory
+from gpubuf.data.storage.allocation import check_batches
 from gpubuf.data.storage.placement import AUTO, DISK, SPLIT, IndexBytes, MemoryReport, Placement, place
 from gpubuf.data.storage.share_next import Sharing
 from gpubuf.data.storage.storage import TensorStorage
@@ -50,8 +51,7 @@ def to(buffer: _Buffer, device: torch.device | str, *, progress: bool | None = N
         _move_to(parts.storage, device, progress)
         buffer.operation.ended()
     finally:
-        if parts.prefetch:
-            parts.assemble()
+        parts.assemble()
     return buffer
 
 
@@ -60,6 +60,8 @@ def _move_to(storage: TensorStorage, requested: torch.device | str, progress: bo
         raise ValueError("a buffer moves to 'cpu', 'cuda', 'pinned', 'split' or a torch.device; 'auto' is for new ones")
     if not storage.allocation.relocatable:
         raise NotImplementedError(f"the rows of a {type(storage).__name__} stay where they are")
+    if storage.initialized:
+        check_batches(requested, storage.schema)
     rows, shape = storage.rows, tuple(storage.shape)
     aside = sum(side.nbytes for side in rows.sides)
     # An index that is on the GPU already needs no more room there. A split may use the room of the rows there.

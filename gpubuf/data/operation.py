@@ -12,7 +12,6 @@ from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import torch
-from torch._C._dynamo import eval_frame
 from torch._compile import _disable_dynamo
 
 from gpubuf.data.recording import capturing, current, outside_captures, used
@@ -21,8 +20,18 @@ from gpubuf.data.storage.storage import TensorStorage
 _T = TypeVar("_T")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
-_compiler = eval_frame.get_eval_frame_callback
-_SKIPPED = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+
+def _no_compiler() -> object:
+    """Says that nothing is compiled."""
+
+
+try:
+    from torch._C._dynamo import eval_frame
+
+    _compiler: Callable[[], object] = eval_frame.get_eval_frame_callback
+    _SKIPPED: Any = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+except (ImportError, AttributeError, TypeError):  # A PyTorch with other insides.
+    _compiler, _SKIPPED = _no_compiler, None
 
 
 def _no_handle(index: int) -> object:
@@ -123,6 +132,8 @@ def graph_break(method: _Method) -> _Method:
 
 def _without_frame(call: _Method) -> _Method:
     """A function whose frame the compiler leaves alone, and which it leaves its graph for."""
+    if _SKIPPED is None:
+        return cast("_Method", _disable_dynamo(call))
     eval_frame.set_code_exec_strategy(call.__code__, _SKIPPED)
     vars(call)["_torchdynamo_disable"] = True
     return call

@@ -55,6 +55,13 @@ def copied(data: Any, device: torch.device | None) -> Any:
     return map_tensors(data, lambda tensor: tensor.to(device, copy=True))
 
 
+def moved(data: Any, device: torch.device) -> Any:
+    """``data``, which is as for :func:`map_tensors`, on ``device``: a TensorDict in it says so, too."""
+    if isinstance(data, TensorDictBase) or is_tensorclass(data):
+        return data.to(device)
+    return map_tensors(data, lambda tensor: tensor.to(device))
+
+
 def pin(data: Any) -> Any:
     """``data`` with every CPU tensor copied to pinned memory. Tensors on a GPU stay as they are.
 

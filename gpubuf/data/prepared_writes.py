@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
 
 from gpubuf.data.recording import runs_now
 from gpubuf.data.storage.containers import is_array, numpy_dtype, of_array
@@ -75,11 +74,7 @@ class PreparedRows:
         memory = layout.cut(torch.zeros(layout.arena(self.n).n_bytes, dtype=torch.uint8, device="cpu"), self.n)
         self.launch: Any = storage.plans.written.prepared_extend(memory, self.n, keeps_index)
         shaped = [source.view((*lead, *leaf.shape)) for leaf, source in zip(layout.leaves, memory, strict=True)]
-        sizes: list[Any] = [list(source.shape) for source in shaped]
-        strides: list[Any] = [list(source.stride()) for source in shaped]
-        # Whether tensors have the type, dtype, shape, strides, device and laziness of these, in a tenth of the time in
-        # which Python asks each.
-        self._are_alike = TensorGuards(*shaped, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        self._are_alike = _test_of(shaped)
         # Where its address is kept; dtype of a column as a tensor, None if its numbers may differ from what is in
         # memory; its shape; the memory as NumPy sees it, None of dtypes that it lacks; its dtype; its bytes; and the
         # memory's address.
@@ -139,6 +134,20 @@ class PreparedRows:
                     return False
                 described[place] = address
         return True
+
+
+def _test_of(tensors: list[Tensor]) -> Callable[..., bool]:
+    """Whether tensors have the type, dtype, shape, strides, device and laziness of these, in a tenth of the time in
+    which Python asks each. Of a PyTorch with other insides: no.
+    """
+    sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
+    strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    except (ImportError, AttributeError, TypeError):
+        return lambda *_: False
 
 
 class LaunchedRows:

@@ -6,7 +6,6 @@ call.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -101,15 +100,17 @@ def _columns(names: Sequence[str], arrays: Sequence[Any], n: int) -> TensorDict:
 def _values(name: str, array: Any, n: int) -> Any:
     """What :func:`_array` made a column of."""
     import pyarrow
+    from pyarrow import compute
 
     kinds, shape = pyarrow.types, [n]
     if kinds.is_struct(array.type):
         return _columns([field.name for field in array.type], array.flatten(), n)
     while kinds.is_list(array.type) or kinds.is_large_list(array.type) or kinds.is_fixed_size_list(array.type):
-        array = array.flatten()
-        if len(array) % math.prod(shape):
+        lengths = compute.list_value_length(array).unique().to_pylist()
+        if len(lengths) != 1 or lengths[0] is None:
             raise ValueError(f"{name}: rows have different lengths, and a buffer stores rows of one shape")
-        shape.append(len(array) // math.prod(shape))
+        array = array.flatten()
+        shape += lengths
     if kinds.is_string(array.type) or kinds.is_large_string(array.type):
         return NonTensorStack(*array.to_pylist())
     return torch.tensor(array.to_numpy(zero_copy_only=False), device="cpu").reshape(shape)

@@ -231,7 +231,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             warn(
                 f"{PATIENCE} batches were drawn and no priority came back, so rows are drawn uniformly: "
                 "Stable-Baselines3's algorithms set none. Override train() of yours, and call "
-                "replay_buffer.update_priorities(batch, td_error) there"
+                "replay_buffer.update_priorities(batch, td_error.abs()) there"
             )
         weights = columns.get("priority_weight")
         if weights is None:

@@ -352,3 +352,21 @@ def test_a_row_may_be_a_view_of_the_rows():
         due = row.clone()
         cursor = made.add(row)
         assert same(made[cursor].exclude("index"), due)
+
+
+def test_an_extend_of_a_program_gets_single_rows_too():
+    """Whoever overrides extend() sees each row that add() writes, the first and the later ones."""
+    for base in (ReplayBuffer, TensorDictReplayBuffer):
+
+        class Counting(base):  # type: ignore[misc, valid-type]
+            seen = 0
+
+            def extend(self, data, **options):
+                self.seen += 1
+                return super().extend(data, **options)
+
+        made = type("Below", (Counting,), {})(storage=LazyTensorStorage(8), batch_size=2)
+        for step in range(4):
+            made.add(tensordict(rows((1,), step), (1,))[0])
+        assert made.seen == 4
+        assert len(made) == 4

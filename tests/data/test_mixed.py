@@ -262,6 +262,7 @@ def test_refused():
     less = TensorDictReplayBuffer(storage=LazyTensorStorage(10))
     less.extend(transitions(5).select("observation"))
     for error, text, call in (
+        (TypeError, "expected a list of ReplayBuffers, got one", lambda: MixedReplayBuffer(one, other)),
         (TypeError, "expected ReplayBuffers, got a TensorDict", lambda: MixedReplayBuffer([one, transitions(3)])),
         (ValueError, "each of them once", lambda: MixedReplayBuffer([one, one])),
         (ValueError, "each of them once", lambda: MixedReplayBuffer([])),

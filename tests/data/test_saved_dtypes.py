@@ -13,7 +13,9 @@ from torch import Tensor
 
 from gpubuf import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorStorage, serialization
 
-DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+# Before PyTorch 2.9 no tensor of this dtype can be copied.
+LACKING = {torch.float4_e2m1fn_x2} if torch.__version__ < (2, 9) else set()
+DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)} - LACKING, key=str)
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 
 

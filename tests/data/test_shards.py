@@ -385,6 +385,7 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 9), reason="PyTorch 2.8 has no all-gather of fake tensors")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_draw_does_not_wait_for_the_gpu(group, name):
     with fake_cuda():

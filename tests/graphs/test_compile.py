@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -94,3 +96,33 @@ def test_one_graph_for_a_buffers_call_is_refused():
     run = torch.compile(lambda: buffer.sample()["reward"] + 1, fullgraph=True, backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match="sample"):
         run()
+
+
+# What gpubuf asks of PyTorch's insides for speed is missing while it is imported, and there again when it compiles.
+_OTHER_INSIDES = """
+import sys
+import torch, torch._dynamo
+from torch._dynamo.utils import counters
+hidden = {name: sys.modules[name] for name in list(sys.modules) if name.startswith("torch._C._dynamo")}
+sys.modules.update(dict.fromkeys(hidden))
+from gpubuf import LazyTensorStorage, TensorDictReplayBuffer
+buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), batch_size=4)
+for number in range(4):
+    buffer.add({"x": torch.tensor(float(number))})
+    buffer.extend({"x": torch.full((2,), float(number))})
+sys.modules.update(hidden)
+def step(rows):
+    rows = rows * 2
+    buffer.extend({"x": rows})
+    return buffer.sample()["x"] + rows.sum()
+run = torch.compile(step, backend="eager")
+for number in range(4):
+    run(torch.full((2,), float(number)))
+assert sorted(buffer[:]["x"].tolist()) == [0.0, 0.0, 2.0, 2.0, 4.0, 4.0, 6.0, 6.0]
+assert counters["stats"]["unique_graphs"] == 2, counters["stats"]
+"""
+
+
+def test_a_pytorch_with_other_insides():
+    """Names that are not public are looked for, not relied on."""
+    subprocess.run([sys.executable, "-c", _OTHER_INSIDES], check=True)

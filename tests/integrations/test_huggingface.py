@@ -68,6 +68,11 @@ def test_rows_of_others_are_read():
     assert torch.equal(found.__getitems__([0, 1])["x"], torch.tensor([[5.0, 6.0], [1.0, 2.0]]).double())
     with pytest.raises(ValueError, match="y: rows have different lengths"):
         adapter.from_external(made).__getitems__(range(3))
+    # On average they have one length.
+    for uneven in ([[1, 2], [3, 4, 5, 6]], [[], [1, 2]], [[1, 2, 3], None, [4, 5, 6]], [[[1, 2]], [[3], [4]]]):
+        found = adapter.from_external(datasets.Dataset.from_dict({"y": uneven}))
+        with pytest.raises(ValueError, match="y: rows have different lengths"):
+            found.__getitems__(range(len(uneven)))
 
 
 @pytest.mark.parametrize("value", [torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(2, 3, 0)])

@@ -263,6 +263,21 @@ def test_without_the_ring_it_is_filled_again(tmp_path: Path):
     assert again.alg.updates == made.alg.updates + 2  # not within the first two steps
 
 
+@pytest.mark.usefixtures("theirs")
+def test_networks_alone_keep_their_statistics(tmp_path: Path):
+    """Whoever trains on with another optimiser has an actor that sees observations as it has learnt them."""
+    made = runner("FastSAC")
+    made.learn(4)
+    made.save(str(tmp_path / "model.pt"))
+    again = runner("FastSAC")
+    again.load(str(tmp_path / "model.pt"), load_cfg={"actor": True, "critic": True})
+    alg, env = again.alg, again.env
+    alg.process_env_step(*env.step(alg.act(env.get_observations())))
+    # A step moves the statistics as one of many.
+    torch.testing.assert_close(alg.policy.mean, made.alg.policy.mean, rtol=0.1, atol=0)
+    torch.testing.assert_close(alg.policy.factor, made.alg.policy.factor, rtol=0.1, atol=0)
+
+
 # TorchScript is deprecated; rsl_rl's runner exports by it.
 @pytest.mark.filterwarnings("ignore:`?torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

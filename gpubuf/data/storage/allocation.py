@@ -15,7 +15,7 @@ from gpubuf.data.storage.containers import Data, batch_shape, device_of
 from gpubuf.data.storage.end_bits import Marks
 from gpubuf.data.storage.host_rows import HostRows
 from gpubuf.data.storage.layout import RowLayout, as_key, as_written
-from gpubuf.data.storage.placement import AUTO, IndexBytes, Placement, place
+from gpubuf.data.storage.placement import AUTO, IndexBytes, Placement, batch_device, place
 from gpubuf.data.storage.plans import Readers
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.rows import Rows
@@ -104,6 +104,7 @@ class Allocation:
             ValueError: an option can't be met, or would round all that a key says; or as :meth:`new_rows`.
         """
         schema = self.schema_like(layout_of(data, self.ndim, self.ignored_keys))
+        check_batches(self.device, schema)
         if self.options.dtypes:
             refuse_rounding(schema, schema.written.collect(data, self.ndim))
         shape, device = batch_shape(data, self.ndim), device_of(data)
@@ -148,6 +149,7 @@ class Allocation:
         """Rows with the content of ``data``: in its memory, where that is contiguous and in place, else in a copy."""
         shape, device = batch_shape(data, self.ndim), device_of(data)
         layout = layout_of(data, self.ndim)
+        check_batches(self.device, self.schema_like(layout))
         requested = device if self.device == AUTO else self.device
         placement = place(requested, self.max_size * layout.row_bytes, IndexBytes(), shape, device)
         columns = [owned_column(t.detach(), placement) for t in layout.collect(data, self.ndim)]
@@ -187,3 +189,19 @@ class Allocation:
     def marks(self, capacity: int, device: torch.device) -> Tensor:
         """Memory for a mark per row, uint8 ``[capacity]``: none is set."""
         return torch.zeros(capacity, dtype=torch.uint8, device=device)
+
+
+def check_batches(requested: torch.device | str, schema: Schema) -> None:
+    """Check that batches can be copied to the device that they are asked for on.
+
+    Raises:
+        RuntimeError: there is no such device, or it lacks the dtype of a key.
+    """
+    device = batch_device(requested)
+    for leaf in schema.batch.leaves if device else ():
+        try:
+            torch.empty(1, dtype=leaf.dtype, device="cpu").to(device)
+        except (AssertionError, ImportError, RuntimeError, TypeError) as error:
+            raise RuntimeError(
+                f"{as_written(leaf.key)!r}, {leaf.dtype}, can't be copied to {device}: {error}"
+            ) from error

@@ -24,10 +24,12 @@ class LazyTensorStorage(TensorStorage):
         max_size: capacity in transitions. With ``ndim > 1`` it is rounded up to whole steps of all environments.
         device: ``"cpu"``, ``"cuda"`` or a ``torch.device``; ``"pinned"`` for rows in pinned host memory that the GPU
             gathers from, with counters, tree and index on the GPU; ``"split"`` for as many rows as there is room for on
-            the GPU and the others in pinned host memory (``"split:20GiB"``, ``"split:30%"`` for so many); ``"auto"``
-            for the first of ``"cuda"``, ``"pinned"`` and ``"split"`` that has room for rows and index, and ``"cpu"`` on
-            a machine without CUDA. What it chose, and why, is in :attr:`placement`, and is logged
-            (``logging.getLogger("gpubuf")``, level INFO, or WARNING where rows are on the host).
+            the GPU and the others in pinned host memory (``"split:20GiB"``, ``"split:30%"`` for so many); ``"mps"``,
+            ``"xpu"`` and the like for rows, draws and priorities on the CPU, and a copy of every batch, before the
+            transforms, on that device, which has no kernels here: what :meth:`extend` returns, and what an index gives,
+            stays on the CPU; ``"auto"`` for the first of ``"cuda"``, ``"pinned"`` and ``"split"`` that has room for
+            rows and index, and ``"cpu"`` on a machine without CUDA. What it chose, and why, is in :attr:`placement`,
+            and is logged (``logging.getLogger("gpubuf")``, level INFO, or WARNING where rows are on the host).
         ndim: number of batch dimensions: 1, or 2 for time-first ``[T, E]`` storage.
         dtypes: how keys are stored, by key: a dtype, or a :class:`Codec`. Numbers are converted as ``to()`` of tensors
             does, but to the nearest integer, half to even. Integers out of range raise ValueError at the write (on a
@@ -52,8 +54,8 @@ class LazyTensorStorage(TensorStorage):
     Raises:
         ValueError: ``max_size`` or ``ndim`` below 1; a dtype can't be converted; at the first write: an option
             names a key that the batch doesn't have.
-        RuntimeError: at the first write: there is no such device, or ``"auto"`` finds room nowhere
-            (:class:`gpubuf.data.storage.placement.NothingFitsError`).
+        RuntimeError: at the first write: there is no such device, it lacks the dtype of a key, or ``"auto"`` finds room
+            nowhere (:class:`gpubuf.data.storage.placement.NothingFitsError`).
     """
 
     def __init__(

@@ -219,7 +219,17 @@ def check_host_room(n_bytes: int, what: str) -> None:
 
 def working_device(requested: torch.device | str) -> torch.device:
     """The device that does the work for a placement asked for by name; not ``"auto"``."""
-    return torch.device("cuda" if requested == PINNED or wants_split(requested) else requested)
+    if requested == PINNED or wants_split(requested):
+        return torch.device("cuda")
+    return torch.device("cpu" if batch_device(requested) else requested)
+
+
+def batch_device(requested: torch.device | str) -> torch.device | None:
+    """The device that batches are copied to, one without kernels here, such as MPS and XPU; None: they stay."""
+    if requested in (AUTO, PINNED) or wants_split(requested):
+        return None
+    device = torch.device(requested)
+    return None if device.type in ("cpu", "cuda") else device
 
 
 def wants_split(requested: torch.device | str) -> bool:
@@ -317,10 +327,11 @@ def place(
         return _split(str(requested), rows, shape[0], room + held - index.total - aside, device, "asked for")
     capacity = math.prod(shape)
     if requested != AUTO:
-        device = named(requested)
+        device, goal = named(requested), batch_device(requested)
         if rows + aside >= CHECKED_BYTES and (requested == PINNED or device.type == "cpu"):
             check_host_room(rows + aside, f"a buffer of {capacity} rows for device={str(requested)!r}")
-        return Placement(PINNED if requested == PINNED else device.type, device)
+        why = f"asked for; batches are copied to {goal}" if goal else "asked for"
+        return Placement(PINNED if requested == PINNED else device.type, device, why)
     if host_memory.cuda_present():
         device = named(data_device if data_device.type == "cuda" else "cuda")
         free = host_memory.free(device)

@@ -235,6 +235,8 @@ class OffPolicy:
         if parts.get("optimizer"):
             self.optimizer.load_state_dict(loaded_dict["optimizer_state_dict"])
             self.updates = loaded_dict["updates"]
+        if parts.get("actor") or parts.get("critic"):
+            # Networks go on with the observations and rewards that they know.
             for each, state in zip(self._statistics, loaded_dict["statistics_state_dict"], strict=True):
                 each.load_state_dict(state)
         if parts.get("buffer") and "buffer_state_dict" in loaded_dict:
