@@ -16,6 +16,9 @@ logger = logging.getLogger("gpubuf")
 
 AUTO, PINNED, SPLIT, DISK = "auto", "pinned", "split", "disk"
 
+_WITH_KERNELS = ("cpu", "cuda")
+"""Types of devices that have kernels here."""
+
 SPLIT_STEPS = 64
 """The steps on the GPU are a multiple of this: the trajectory index reads the flags of so many steps as one word."""
 
@@ -219,17 +222,16 @@ def check_host_room(n_bytes: int, what: str) -> None:
 
 def working_device(requested: torch.device | str) -> torch.device:
     """The device that does the work for a placement asked for by name; not ``"auto"``."""
-    if requested == PINNED or wants_split(requested):
+    kind = str(requested if isinstance(requested, str) else torch.device(requested)).partition(":")[0]
+    if kind in (PINNED, SPLIT):
         return torch.device("cuda")
-    return torch.device("cpu" if batch_device(requested) else requested)
+    return torch.device(requested if kind in _WITH_KERNELS else "cpu")
 
 
 def batch_device(requested: torch.device | str) -> torch.device | None:
     """The device that batches are copied to, one without kernels here, such as MPS and XPU; None: they stay."""
-    if requested in (AUTO, PINNED) or wants_split(requested):
-        return None
-    device = torch.device(requested)
-    return None if device.type in ("cpu", "cuda") else device
+    kind = str(requested if isinstance(requested, str) else torch.device(requested)).partition(":")[0]
+    return None if kind in _WITH_KERNELS or kind in (AUTO, PINNED, SPLIT) else torch.device(requested)
 
 
 def wants_split(requested: torch.device | str) -> bool:
