@@ -490,9 +490,8 @@ def test_calls_of_python_per_batch_and_update_on_a_gpu():
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert all(calls <= 12 for name, calls in found.items() if name.endswith("sample")), found
-    # One of them leaves a compiler's graph, in place of two of PyTorch's.
-    assert all(calls <= 13 for name, calls in found.items() if name.endswith("update")), found
+    # One of them leaves a compiler's graph, in place of functions of PyTorch, which are not counted.
+    assert all(calls <= 13 for name, calls in found.items() if name.endswith(("sample", "update"))), found
     assert found["uniform extend 256"] <= 32, found
 
 

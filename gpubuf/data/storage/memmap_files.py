@@ -18,7 +18,7 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -380,9 +380,10 @@ class Counters:
         self._words, self._all = memoryview(memory).cast("q"), torch.frombuffer(memory, dtype=torch.int64)
         self.ring = self._all[:_STATE]
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # The names of modules may be gone when the interpreter ends.
         if hasattr(self, "_descriptor"):
-            os.close(self._descriptor)
+            close(self._descriptor)
 
     def _lock(self) -> bool:
         """Hold the file for as long as this object is there; False: another one holds it."""
