@@ -16,6 +16,7 @@ from gpubuf.kernels.rows import (
     ELEMENTS,
     ENTRY,
     FIELD,
+    MAX_REACH,
     MAX_STEPS,
     ROW_BYTES,
     NoRoomError,
@@ -51,7 +52,9 @@ def check_reading(how: Reading, capacity: int) -> None:
     """Raise TypeError or ValueError unless a batch can be computed with these arguments."""
     check_envs(capacity, how.envs)
     if not 1 <= how.n_steps <= MAX_STEPS:
-        raise ValueError(f"a window has 1 to {MAX_STEPS} steps, not {how.n_steps}")
+        raise ValueError(f"a transition has 1 to {MAX_STEPS} steps, not {how.n_steps}")
+    if not 0 <= how.past <= MAX_REACH:
+        raise ValueError(f"past must be in 0 .. {MAX_REACH}, not {how.past}")
     ends, noise = how.ends, how.noise
     if ends is not None:
         words = (capacity // how.envs + 63) // 64 * how.envs

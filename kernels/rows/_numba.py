@@ -73,6 +73,8 @@ def read(
         results = call_in_parts(_copy_batch, before, n, after)
     else:
         how = Reading(*reading)
+        if how.past or any(field.has_window for field in fields_of(table)):
+            return _cpu.read(table, ring, rng, given, n, capacity, targets, reading)
         before, after = (*map(_address, how[:3]), *before), (*after, *how[3:7])
         results = call_in_parts(_read_batch, before, n, (*after, True))
         if results[0] == NOT_SIMPLE:

@@ -22,7 +22,7 @@ a lane computes one element at a time, in one of three arithmetics: integers, fl
 
 Arguments that kernels and helpers share:
 
-* ``fields_ptr``: int64 [n_keys, 32], see :class:`gpubuf.kernels.rows.Field`; ``entry_ptr``: one of them;
+* ``fields_ptr``: int64 [n_keys, 40], see :class:`gpubuf.kernels.rows.Field`; ``entry_ptr``: one of them;
 * ``memory``: (ends_ptr, links_ptr, noise_ptr, index_ptr, rng_ptr), see :class:`gpubuf.kernels.rows.Reading`; ``has``
   says which there are, constexpr: (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE). A name would make a number of each;
 * ``before``: (noise_offset, rng_offset, size), the counters before the call;
@@ -67,7 +67,7 @@ UINT8, INT8, INT16, INT32, INT64, FLOAT16, BFLOAT16, FLOAT32, FLOAT64, BOOL = ma
 KIND, STORED, WRITTEN_AS, BATCH, ELEMENTS = map(tl.constexpr, range(rows.KIND, rows.SCALE))
 SCALE, CODEC_OFFSET, MEAN, FACTOR, LOW, HIGH = map(tl.constexpr, range(rows.SCALE, rows.PAD))
 PAD, HEIGHT, WIDTH, PAIR = map(tl.constexpr, range(rows.PAD, rows.ENTRIES))
-ENTRIES, PENDING, SIDE_STRIDE, WRITES = map(tl.constexpr, range(rows.ENTRIES, rows.COPIED))
+ENTRIES, PENDING, SIDE_STRIDE, WRITES = map(tl.constexpr, range(rows.ENTRIES, rows.WINDOW))
 COPIED, ALIGNED, BATCH_BYTES, WRITTEN_AS_STORED = map(tl.constexpr, range(rows.COPIED, rows.WRITTEN_AS_STORED + 1))
 FIELD = tl.constexpr(rows.FIELD)
 
@@ -738,7 +738,7 @@ def rows_sample_kernel(
 
 @jit_for_any_size("index_ptr", "generation_ptr")
 def rows_compute_kernel(
-    fields_ptr,  # int64 [n_keys, 32], see gpubuf.kernels.rows.Field
+    fields_ptr,  # int64 [n_keys, 40], see gpubuf.kernels.rows.Field
     ring_ptr,  # int64 [4]: (written, size, ticket, faults)
     ends_ptr,  # int64 [cdiv(steps, 64) * envs], HAS_ENDS
     links_ptr,  # int32 [capacity], HAS_LINKS
