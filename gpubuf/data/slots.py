@@ -303,8 +303,7 @@ class PreparedBatches:
         self._can_repeat = sampler.drawn_state == () and sampler.settings is not None and sampler.shards is None
         self._can_repeat &= batches.relabel is None and batches.unit is None
         names = ("_random", "reader", *sampler.parts, *(sampler.settings or ()))
-        ring = ("storage.ring.rewritten", "storage.ring.past_lost")
-        others = ("reader.placed", *ring, "transform.is_empty", "writer.track_generations")
+        others = ("reader.placed", "storage.ring.rewritten", "transform.is_empty", "writer.track_generations")
         self._state = attrgetter(*others, *(f"sampler.{name}" for name in names))
         self._known: dict[tuple[Any, ...], Any] = {}
         self._at: tuple[Any, ...] = (None,)

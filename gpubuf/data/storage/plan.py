@@ -417,7 +417,8 @@ class Recipe:
     @property
     def past(self) -> int:
         """Steps before a drawn row that must not have been overwritten."""
-        return max((0, *(-window.first for _, window in self.windows)))
+        before: list[int] = [-window.first for _, window in self.windows]
+        return max(0, *before) if before else 0
 
     @property
     def whole(self) -> tuple[int, int] | None:
@@ -456,9 +457,9 @@ class Recipe:
             raise ValueError(f"{late} are not tensors, and can't be those of other rows: batches of {self} lack them")
         if layout.nested_batch:
             raise ValueError(
-                f"{self} need the steps of each environment in order, but the rows have batch dimensions of their own, "
-                f"{list(layout.nested_batch)}: give the storage so many more, as ndim={1 + len(layout.nested_batch)} "
-                "in place of 1"
+                f"batches of {self} need the steps of each environment in order, but the rows have batch dimensions of "
+                f"their own, {list(layout.nested_batch)}: give the storage so many more, as ndim="
+                f"{1 + len(layout.nested_batch)} in place of 1"
             )
         for key in self._told(schema.batch):
             if key in OF_A_DRAW or layout.position(key) is not None:
@@ -598,7 +599,7 @@ class Recipe:
         found = default_ends(lambda key: layout.position(key) is not None)
         if not found:
             raise KeyError(
-                f"{self} need the ends of trajectories, and none of "
+                f"batches of {self} need the ends of trajectories, and none of "
                 f"{[(NEXT_KEY, name) for name in END_NAMES]} is stored: give end_keys; the keys are {layout.keys}"
             )
         return found
