@@ -1,0 +1,172 @@
+"""Steps that no batch has had yet come first: as world models are trained, on what has just happened."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpubuf.data.arguments import check_count, component
+from gpubuf.data.operation import ALONE, Alone, Operation
+from gpubuf.data.recording import at_replays
+from gpubuf.data.samplers.base import RandomState, Sampler
+from gpubuf.data.storage.plan import Recipe, RowPlan
+from gpubuf.data.storage.storage import TensorStorage
+from gpubuf.kernels.rows import SIZE, WRITTEN
+from gpubuf.serialization import need
+
+
+class OnlineFirst(Sampler):
+    """Windows of steps that no batch has had yet, the oldest first; then rows that another sampler draws.
+
+    The steps of each environment are cut into windows of ``every`` steps, one after the other, across the ends of
+    trajectories. A window counts as soon as all steps are stored that batches take around its first row, which is the
+    drawn one: ``windows=Window(0, 64, outside="cross")`` with ``every=64`` are windows of 65 steps that share one with
+    the next. A window that was overwritten before its turn is left out. How many there are is known on the device, so
+    that a captured draw takes those that have come since the last replay. No host sync.
+
+    Batches have ``"online"``, bool ``[n]``: whether a row is the first of such a window. Its importance weight is 1.
+
+    Args:
+        sampler: draws the other rows. Its priorities and its random stream are the buffer's.
+        every: steps from the first row of a window to that of the next one of its environment, at least 1.
+
+    Raises:
+        ValueError: ``every`` is below 1; or, with the first buffer, the sampler draws more than single rows.
+        TypeError: ``sampler`` is no sampler, or has a ``process_group``.
+    """
+
+    row_tensors = ("_served",)
+
+    def __init__(self, sampler: Sampler, every: int) -> None:
+        super().__init__()
+        check_count(every, "every")
+        self.rest: Sampler = component(sampler, Sampler)
+        if self.rest.shards is not None:
+            raise TypeError("OnlineFirst takes no sampler with a process_group: each rank has windows of its own")
+        self.every = every
+        self.has_priorities = self.rest.has_priorities  # type: ignore[misc]
+        #: Windows that batches have had, of all environments: int64 ``[]``.
+        self._served: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.rest!r}, every={self.every})"
+
+    # Binding
+
+    def bind(self, storage: TensorStorage, operation: Operation | Alone = ALONE) -> None:
+        self.rest.bind(storage, operation)
+        super().bind(storage, operation)
+
+    def unbind(self) -> None:
+        self.rest.unbind()
+        super().unbind()
+
+    def read_from(self, reader: RowPlan) -> None:
+        self.rest.read_from(reader)
+        super().read_from(reader)
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        self.rest.check_recipe(recipe)
+
+    # Sampling
+
+    def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
+        """Positions int64 ``[n]``, with ``"online"`` and what the other sampler says. No host sync."""
+        storage, (others, info) = self.storage, self.rest.choose(n)
+        steps, envs = storage.shape[0], math.prod(storage.shape[1:])
+        served = self._served_windows()
+        begin, available = self._windows(steps, envs)
+        begin = torch.maximum(served, begin)
+        window = begin + torch.arange(n, device=others.device)
+        online = window < available
+        served.copy_(torch.maximum(torch.minimum(begin + n, available), served))
+        first = window.div(envs, rounding_mode="floor") * self.every
+        row = first.remainder(steps) * envs + window.remainder(envs)
+        if "priority_weight" in info:
+            info = {**info, "priority_weight": torch.where(online, 1.0, info["priority_weight"])}
+        return torch.where(online, row, others), {**info, "online": online}
+
+    def _served_windows(self) -> Tensor:
+        if self._served is None:
+            at_replays().refuse("the first draw begins to count windows: sample once before")
+            self._served = torch.zeros((), dtype=torch.int64, device=self.storage.device)
+        at_replays().holds(self, "_served")
+        return self._served
+
+    def _windows(self, steps: int, envs: int) -> tuple[Tensor, Tensor]:
+        """The first window that is stored as a whole, and the number after the last one, int64 ``[]`` each.
+
+        Windows are numbered from the first step ever written, those of all environments side by side.
+        """
+        counters, recipe = self.storage.ring.counters, self.reader.recipe
+        after = recipe.n_steps - 1 + max((window.last for _, window in recipe.windows), default=0)
+        written, stored = (counters[each].div(envs, rounding_mode="floor") for each in (WRITTEN, SIZE))
+        last = (written - 1 - max(after, 0)).div(self.every, rounding_mode="floor")
+        # Rows without a past begin a window only where nothing was overwritten.
+        oldest = written - stored + recipe.past * (stored < written)
+        begin = -(-oldest).div(self.every, rounding_mode="floor")
+        return begin * envs, (last + 1) * envs
+
+    def can_sample(self, storage: TensorStorage, batch_size: int) -> bool:
+        return self.rest.can_sample(storage, batch_size)
+
+    def random_state(self, device: torch.device | str) -> RandomState:
+        return self.rest.random_state(device)
+
+    @property
+    def random(self) -> RandomState | None:
+        return self.rest.random
+
+    def set_rng(self, generator: torch.Generator | None) -> None:
+        self.rest.set_rng(generator)
+
+    # Priorities
+
+    @property
+    def default_priority(self) -> Tensor | float:
+        return self.rest.default_priority
+
+    def reduce(self, priority: Tensor, n: int, masks: Sequence[Tensor] = ()) -> Tensor:
+        return self.rest.reduce(priority, n, masks)
+
+    def check_priority(self, priority: Tensor) -> None:
+        self.rest.check_priority(priority)
+
+    def update_priority(
+        self, index: Any, priority: Any, *, storage: TensorStorage | None = None, generation: Tensor | None = None
+    ) -> None:
+        self.rest.update_priority(index, priority, storage=storage, generation=generation)
+
+    # State
+
+    def empty(self) -> None:
+        super().empty()
+        if self._served is not None:
+            self._served.zero_()
+
+    def _left_over(self) -> Tensor:
+        """How many windows no batch has had, int64 ``[]``; those that were overwritten count."""
+        steps, envs = self.storage.shape[0], math.prod(self.storage.shape[1:])
+        return self._windows(steps, envs)[1] - self._served_windows()
+
+    def state_dict(self) -> dict[str, Any]:
+        left = int(self._left_over()) if self._has_rows else None
+        return {"type": type(self).__name__, "rest": self.rest.state_dict(), "left": left}
+
+    def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
+        self.rest.load_state_dict(state["rest"], order)
+        if state["left"] is not None:
+            served = self._served_windows()
+            # Positions, and the count of steps, may be others now: what is left is not.
+            served.copy_(served + self._left_over() - state["left"])
+
+    def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
+        own = type(self).__name__
+        need(state["type"] == own, f"the checkpoint is of a buffer with a {state['type']}, this buffer has a {own}")
+        self.rest.check_state(state["rest"], capacity, size)
+        left = state["left"]
+        need(left is None or type(left) is int, "the checkpoint doesn't say how many windows are left")
