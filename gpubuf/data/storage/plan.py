@@ -5,6 +5,7 @@ They alone call the kernels of :mod:`gpubuf.kernels.rows`.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -429,6 +430,20 @@ class Recipe:
         # Windows of keys under "next" are around the last row.
         after = [window.last + (self.n_steps - 1 if key[:1] == (NEXT_KEY,) else 0) for key, window in skipping]
         return max(0, *(-window.first for _, window in skipping)), max(0, *after)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Offsets of the rows that a batch has of each drawn one, where no trajectory ends."""
+        found = {0, self.n_steps - 1}
+        for key, window in self.windows:
+            base = self.n_steps - 1 if key[:1] == (NEXT_KEY,) else 0
+            found.update(range(base + window.first, base + window.last + 1, window.step))
+        return tuple(sorted(found))
+
+    @functools.cached_property
+    def masks(self) -> list[Any]:
+        """Keys of batches that say which slots of windows are outside."""
+        return [as_written(window.mask) for _, window in self.windows if window.mask]
 
     def window_of(self, key: Key) -> Window | None:
         """The window of a key: its own, or that of the nearest key above it."""

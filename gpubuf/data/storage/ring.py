@@ -22,7 +22,7 @@ class Ring:
     Attributes:
         counters: int64 ``[4]``; see :mod:`gpubuf.kernels.rows`.
         written: number of rows ever written (mirror). :meth:`empty` moves it on to a multiple of the capacity, and rows
-            that a smaller ring has lost count as a round: where it is above ``size`` steps before the oldest are lost.
+            that another ring has lost count as a round: above ``size``, steps before the oldest one are not known.
         skipped: how far ``written`` is ahead of the number of rows that users count.
         size: number of valid rows, at positions ``0 .. size - 1`` (mirror).
         replaced: how often the counters were set, for all rows were replaced.

@@ -96,7 +96,7 @@ def load(storage: TensorStorage, state: dict[str, Any]) -> Tensor | None:
     if storage.placement is not None and storage.placement.rows_on_host:
         # The host is about to write where the GPU may still be reading.
         host_memory.synchronize(storage.device)
-    # Rows that were lost elsewhere are lost here, too: they count as a round.
+    # Rows that were lost there are lost here, too: they count as a round.
     before = state["written"] - size if order is None else storage.max_size * lacks_past(state)
     if anew:
         _write_anew(storage, {**state, "rows": pieces}, layout, before)
@@ -127,7 +127,10 @@ def incoming(storage: TensorStorage, state: dict[str, Any]) -> tuple[dict[str, A
     """A state with rows that are written as they are or anew, their schema, and their layout."""
     if state.get("past_lost"):
         # Of a version that did not count the rows that a smaller ring had lost.
-        counted = {"written": state["written"] + state["max_size"], "skipped": state.get("skipped", 0) + state["max_size"]}
+        counted = {
+            "written": state["written"] + state["max_size"],
+            "skipped": state.get("skipped", 0) + state["max_size"],
+        }
         state = {**full_state(state, storage.ndim), **counted}
     schema = _schema_for(storage, state)
     layout = schema.stored
