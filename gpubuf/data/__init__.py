@@ -12,6 +12,7 @@ from gpubuf.data.processing.augment import Clip, Mirror, RandomShift
 from gpubuf.data.processing.reward_scale import RewardScale
 from gpubuf.data.processing.statistics import Normalize
 from gpubuf.data.samplers.base import RandomState, Sampler
+from gpubuf.data.samplers.online import OnlineFirst
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.prioritized_slices import PrioritizedSliceSampler
 from gpubuf.data.samplers.slices import SliceSampler, SliceSamplerWithoutReplacement
@@ -44,6 +45,7 @@ __all__ = [
     "MixedReplayBuffer",
     "MultiStepTransform",
     "Normalize",
+    "OnlineFirst",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",

@@ -58,8 +58,9 @@ class OnlineFirst(Sampler):
     # Binding
 
     def bind(self, storage: TensorStorage, operation: Operation | Alone = ALONE) -> None:
-        self.rest.bind(storage, operation)
+        # Unbinds both from another storage first.
         super().bind(storage, operation)
+        self.rest.bind(storage, operation)
 
     def unbind(self) -> None:
         self.rest.unbind()

@@ -1,0 +1,128 @@
+"""Windows of steps that no batch has had come first, against a list of them, and then those of another sampler."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from gpubuf.data import (
+    LazyTensorStorage,
+    OnlineFirst,
+    PrioritizedSampler,
+    RandomSampler,
+    TensorDictReplayBuffer,
+    Window,
+)
+
+APART = 10_000
+
+
+def steps(start: int, n: int, envs: int) -> TensorDict:
+    """Steps ``start`` and after, which say their number and their environment."""
+    number = torch.arange(start, start + n) + APART * torch.arange(envs).unsqueeze(1)
+    given = TensorDict({"number": number, "next": {"done": (number % 7 == 6).unsqueeze(-1)}}, [envs, n])
+    return given if envs > 1 else given[0]
+
+
+def made(every: int, *, rest: Any = None, room: int = 20, envs: int = 1, before: int = 0, after: int = 4) -> Any:
+    windows = Window(-before, after, outside="cross")
+    return TensorDictReplayBuffer(
+        storage=LazyTensorStorage(room * envs, ndim=1 + (envs > 1)),
+        sampler=OnlineFirst(rest or RandomSampler(), every),
+        windows=windows,
+        generator=torch.Generator().manual_seed(0),
+    )
+
+
+class Queue:
+    """Which windows are due, by the words of the docstring."""
+
+    def __init__(self, every: int, room: int, envs: int, before: int, after: int) -> None:
+        self.every, self.room, self.envs, self.before, self.after = every, room, envs, before, after
+        self.had = set[tuple[int, int]]()
+
+    def next(self, n: int, written: int) -> list[int]:
+        oldest = max(written - self.room, 0)
+        oldest += self.before if oldest else 0
+        firsts = range(0, written - self.after, self.every)
+        due = [(first, env) for first in firsts if first >= oldest for env in range(self.envs)]
+        due = [window for window in due if window not in self.had][:n]
+        # What is older than one that was taken doesn't come any more.
+        self.had |= set(due)
+        return [first + APART * env for first, env in due]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_new_windows_come_once_and_in_order(seed: int):
+    chance = random.Random(seed)
+    envs, every, room = chance.choice((1, 3)), chance.choice((1, 3, 5)), chance.choice((12, 20))
+    before, after = chance.choice((0, 2)), chance.choice((0, 4, 7))
+    buffer = made(every, room=room, envs=envs, before=before, after=after)
+    queue, written = Queue(every, room, envs, before, after), 0
+    for _ in range(60):
+        n = chance.choice((1, 2, 5, room + 3))
+        buffer.extend(steps(written, n, envs))
+        written += n
+        for _ in range(chance.choice((0, 1, 2))):
+            size = chance.choice((1, 4, 9))
+            batch = buffer.sample(size)
+            due = queue.next(size, written)
+            assert batch["online"].tolist() == [True] * len(due) + [False] * (size - len(due))
+            rows = batch["number"][:, before].tolist()
+            assert rows[: len(due)] == due
+            if due:
+                first = torch.tensor(due).unsqueeze(1)
+                # Nothing was there before the first step.
+                offsets = torch.maximum(torch.arange(-before, after + 1), -first.remainder(APART))
+                assert torch.equal(batch["number"][: len(due)], first + offsets)
+
+
+def test_priorities_are_the_other_samplers_and_new_rows_weigh_one():
+    rest = PrioritizedSampler(20, alpha=1.0, beta=1.0)
+    buffer = made(4, rest=rest, after=3)
+    index = buffer.extend(steps(0, 20, 1))
+    buffer.update_priority(index, torch.cat((torch.full((19,), 1e-6), torch.ones(1))))
+    batch = buffer.sample(8)
+    assert batch["online"].tolist() == [True] * 5 + [False] * 3
+    assert batch["number"][:, 0].tolist() == [0, 4, 8, 12, 16, 19, 19, 19]
+    assert batch["priority_weight"][:5].tolist() == [1.0] * 5
+    assert (batch["priority_weight"][5:] < 1e-5).all()
+    batch["td_error"] = torch.full((8,), 2.0)
+    buffer.update_tensordict_priority(batch)
+    assert rest.tree.leaves[:20].gt(1.5).nonzero().flatten().tolist() == [0, 4, 8, 12, 16, 19]
+
+
+def test_what_is_left_is_saved(tmp_path):
+    buffer, other = made(4), made(4)
+    buffer.extend(steps(0, 13, 1))
+    assert buffer.sample(2)["online"].all()
+    buffer.save(tmp_path / "saved")
+    other.load(tmp_path / "saved", end_trajectories=False)
+    for each in (buffer, other):
+        batch = each.sample(3)
+        assert batch["online"].tolist() == [True, False, False]
+        assert batch["number"][0, 0] == 8
+    smaller = made(4, room=30)
+    smaller.load_state_dict(buffer.state_dict(), end_trajectories=False)
+    smaller.extend(steps(13, 4, 1))
+    assert smaller.sample(3)["number"][0, 0] == 12
+
+
+def test_what_it_takes():
+    with pytest.raises(ValueError, match="every"):
+        OnlineFirst(RandomSampler(), 0)
+    with pytest.raises(TypeError, match="Sampler"):
+        OnlineFirst(3, 4)
+    buffer = made(4)
+    assert not buffer.can_sample(4)
+    with pytest.raises(RuntimeError, match="empty"):
+        buffer.sample(4)
+    buffer.extend(steps(0, 9, 1))
+    buffer.empty()
+    buffer.extend(steps(0, 5, 1))
+    assert buffer.sample(4)["online"].tolist() == [True, False, False, False]
+    assert repr(buffer.sampler) == "OnlineFirst(RandomSampler(), every=4)"
