@@ -52,6 +52,13 @@ def ring_view(ring, steps, envs):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
+def past_of(ring, past):  # type: ignore[no-untyped-def]
+    """``past`` where the ring has lost rows, else 0: the age from which the trajectory of the oldest step counts."""
+    counters = carray(as_i64(ring), 4)
+    return past if counters[WRITTEN] > counters[SIZE] else 0
+
+
+@jit(forceinline=True)
 def age_of(step, oldest, steps):  # type: ignore[no-untyped-def]
     return step - oldest if step >= oldest else step - oldest + steps
 
