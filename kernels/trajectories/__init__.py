@@ -227,6 +227,15 @@ Raises:
 """
 
 
+class Demand(NamedTuple):
+    """What :data:`update_eligible` asks of rows: see there."""
+
+    need: int = 1
+    starts_too: bool = False
+    before: int = 0
+    past: int = 0
+
+
 def oldest_touched(before: int, past: int, steps: int) -> int:
     """Number of the oldest steps that :data:`update_eligible` looks at."""
     return min(max(before, past) + 1, steps)

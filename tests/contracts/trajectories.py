@@ -94,7 +94,7 @@ class Model:
                 return result + level
 
     def touched_rows(self, n: int, need: int, oldest: int) -> set[int]:
-        """The newest ``n`` steps, ``need - 1`` before them and the oldest ones after, whether or not they are stored."""
+        """The newest ``n`` steps, ``need - 1`` before them and the oldest after, whether or not they are stored."""
         cursor = self.written % self.steps
         places = {(cursor + d) % self.steps for d in range(-n - need + 1, oldest)}
         return {place * self.envs + env for place in places for env in range(self.envs)}

@@ -28,7 +28,7 @@ def offsets(rule: Rule, length: int) -> list[int]:
 
 
 def counted(found: list[list[int]], beheaded: set[int], past: int, before: int = 0) -> list[list[int]]:
-    """What counts of trajectories, of those that begin with one of the ``beheaded`` rows not the first ``past`` steps."""
+    """What counts of trajectories: of those that begin with a ``beheaded`` row not the first ``past`` steps."""
     cut = [trajectory[max(before, past if trajectory[0] in beheaded else 0) :] for trajectory in found]
     return [trajectory for trajectory in cut if trajectory]
 
