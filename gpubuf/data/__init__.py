@@ -18,11 +18,11 @@ from gpubuf.data.samplers.slices import SliceSampler, SliceSamplerWithoutReplace
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
 from gpubuf.data.samplers.uniform import RandomSampler, SamplerWithoutReplacement
-from gpubuf.data.sequences import SampleUnit, Sequence, Transition
 from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.memmap import LazyMemmapStorage
 from gpubuf.data.storage.schema import Codec
 from gpubuf.data.storage.storage import TensorStorage
+from gpubuf.data.storage.windows import Window
 from gpubuf.data.tensordict_buffers import (
     PrioritizedReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
@@ -54,10 +54,8 @@ __all__ = [
     "ReplayBufferDataset",
     "RewardScale",
     "RoundRobinWriter",
-    "SampleUnit",
     "Sampler",
     "SamplerWithoutReplacement",
-    "Sequence",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "StorageDataset",
@@ -68,7 +66,7 @@ __all__ = [
     "TensorStorage",
     "Trajectories",
     "TrajectoryIndex",
-    "Transition",
+    "Window",
     "Writer",
     "WriterClient",
     "Writers",

@@ -5,6 +5,7 @@ They alone call the kernels of :mod:`gpubuf.kernels.rows`.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -417,7 +418,8 @@ class Recipe:
     @property
     def past(self) -> int:
         """Steps before a drawn row that must not have been overwritten."""
-        return max((0, *(-window.first for _, window in self.windows)))
+        before: list[int] = [-window.first for _, window in self.windows]
+        return max(0, *before) if before else 0
 
     @property
     def whole(self) -> tuple[int, int] | None:
@@ -428,6 +430,20 @@ class Recipe:
         # Windows of keys under "next" are around the last row.
         after = [window.last + (self.n_steps - 1 if key[:1] == (NEXT_KEY,) else 0) for key, window in skipping]
         return max(0, *(-window.first for _, window in skipping)), max(0, *after)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Offsets of the rows that a batch has of each drawn one, where no trajectory ends."""
+        found = {0, self.n_steps - 1}
+        for key, window in self.windows:
+            base = self.n_steps - 1 if key[:1] == (NEXT_KEY,) else 0
+            found.update(range(base + window.first, base + window.last + 1, window.step))
+        return tuple(sorted(found))
+
+    @functools.cached_property
+    def masks(self) -> list[Any]:
+        """Keys of batches that say which slots of windows are outside."""
+        return [as_written(window.mask) for _, window in self.windows if window.mask]
 
     def window_of(self, key: Key) -> Window | None:
         """The window of a key: its own, or that of the nearest key above it."""
@@ -456,9 +472,9 @@ class Recipe:
             raise ValueError(f"{late} are not tensors, and can't be those of other rows: batches of {self} lack them")
         if layout.nested_batch:
             raise ValueError(
-                f"{self} need the steps of each environment in order, but the rows have batch dimensions of their own, "
-                f"{list(layout.nested_batch)}: give the storage so many more, as ndim={1 + len(layout.nested_batch)} "
-                "in place of 1"
+                f"batches of {self} need the steps of each environment in order, but the rows have batch dimensions of "
+                f"their own, {list(layout.nested_batch)}: give the storage so many more, as ndim="
+                f"{1 + len(layout.nested_batch)} in place of 1"
             )
         for key in self._told(schema.batch):
             if key in OF_A_DRAW or layout.position(key) is not None:
@@ -598,7 +614,7 @@ class Recipe:
         found = default_ends(lambda key: layout.position(key) is not None)
         if not found:
             raise KeyError(
-                f"{self} need the ends of trajectories, and none of "
+                f"batches of {self} need the ends of trajectories, and none of "
                 f"{[(NEXT_KEY, name) for name in END_NAMES]} is stored: give end_keys; the keys are {layout.keys}"
             )
         return found
