@@ -428,7 +428,7 @@ class SliceSampler(Sampler):
                 rows, last = rows[kept], last[kept]
                 info = {key: value[kept] for key, value in info.items()}
         tensors, generation = self.reader.gather(rows)
-        layout = self.storage.rows.schema.batch
+        layout = self.reader.layout
         if self._flags is None or self._flags.layout is not layout:
             # Rows may have more keys than when the sampler began.
             self._flags = SliceFlags(layout, self.truncated_key, self.init_key)
