@@ -80,7 +80,8 @@ class Rule(NamedTuple):
     A trajectory of length ``n >= min_len`` gives slices of ``m = min(slice_len, n)`` steps from the virtual offsets
     ``-min(before, m - 1) .. n - m + min(after, m - 1)``. Steps outside the trajectory are cut off.
 
-    Where the ring has lost rows (``written > size``), the trajectory of the oldest step may have lost its head.
+    Where the ring has lost rows (:func:`gpubuf.kernels.rows.has_lost`), the trajectory of the oldest step may have lost
+    its head.
 
     Attributes:
         slice_len: steps of a slice, at least 1.
@@ -255,10 +256,10 @@ update_eligible = define(
 """``update_eligible(eligible, ends, ring, n, need, starts_too, steps, envs, before, past) -> rows``: what may be drawn.
 
 Call it after :data:`update` for the newest ``n`` steps. A trajectory counts from its step ``before`` on, counted from
-0; that of the oldest step, where the ring has lost rows (``written > size``), from its step ``past`` on, if that is
-later. A stored row is eligible if it counts, and if ``need`` or more steps remain in its trajectory, itself included,
-or, with ``starts_too``, if it is the first that counts. Bit ``r % 64`` of ``eligible[r // 64]`` (int64
-``[eligible_words(T * E)]``) says so for row r. A write can change the ``n`` steps that it wrote, the ``need - 1``
+0; that of the oldest step, where the ring has lost rows, from its step ``past`` on, if that is later. A stored row is
+eligible if it counts, and if ``need`` or more steps remain in its trajectory, itself included, or, with ``starts_too``,
+if it is the first that counts. Bit ``r % 64`` of ``eligible[r // 64]`` (int64 ``[eligible_words(T * E)]``) says so for
+row r. A write can change the ``n`` steps that it wrote, the ``need - 1``
 before them, whose trajectory has grown, and the oldest ``max(before, past) + 1`` steps, which come after them: their
 trajectory may have lost its head. Only the bits of these steps are recomputed.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpubuf.kernels._registry import length_of
 from gpubuf.kernels.philox._cpu import uniform
-from gpubuf.kernels.rows import ENTRY, SIZE, WRITTEN
+from gpubuf.kernels.rows import ENTRY, SIZE, WRITTEN, has_lost
 from gpubuf.kernels.rows._cpu import fields_of, load
 from gpubuf.kernels.trajectories import (
     Rule,
@@ -58,7 +58,7 @@ class _Ring:
         self.filled = min(int(ring[SIZE]) // envs, steps)
         self.cursor = int(ring[WRITTEN]) // envs % steps
         self.oldest = self.cursor if self.filled == steps else 0
-        self.has_lost = int(ring[WRITTEN]) > int(ring[SIZE])
+        self.has_lost = has_lost(int(ring[WRITTEN]), int(ring[SIZE]), steps * envs)
         self._ends = ends.view(-1)
         self.step = (torch.arange(self.filled, device="cpu") + self.oldest) % steps
         self.flags = self.all_flags()[self.step]

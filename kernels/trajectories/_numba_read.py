@@ -66,7 +66,7 @@ def draw_slices(  # type: ignore[no-untyped-def]
         return False
     oldest, filled, _ = ring_view(ring, steps, envs)
     # What begins with the oldest step counts from a later one on.
-    uncounted = past_of(ring, past) - 1
+    uncounted = past_of(ring, past, steps * envs) - 1
     seed, offset = rng[SEED], rng[OFFSET]
     together = min(n, _TOGETHER)
     left = np.empty(together, np.int64)

@@ -310,7 +310,7 @@ def rebuild_index(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """:data:`gpubuf.kernels.trajectories.update` over all steps."""
     oldest, filled, _ = ring_view(ring, steps, envs)
-    past = past_of(ring, past)
+    past = past_of(ring, past, steps * envs)
     rule, shift = (slice_len, min_len, before, after, by_transition, past), lowest_bit(fan_out)
     clear_all(ends, steps, envs)
     if filled > 0:
@@ -336,7 +336,7 @@ def update_index(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """:data:`gpubuf.kernels.trajectories.update` over fewer steps than the ring has."""
     oldest, filled, _ = ring_view(ring, steps, envs)
-    past = past_of(ring, past)
+    past = past_of(ring, past, steps * envs)
     rule, shift = (slice_len, min_len, before, after, by_transition, past), lowest_bit(fan_out)
     n = min(n, filled)
     if n == 0:
@@ -386,7 +386,7 @@ def weigh_again(  # type: ignore[no-untyped-def]
 ):
     """:data:`gpubuf.kernels.trajectories.resum`."""
     oldest, filled, _ = ring_view(ring, steps, envs)
-    rule = (slice_len, min_len, before, after, by_transition, past_of(ring, past))
+    rule = (slice_len, min_len, before, after, by_transition, past_of(ring, past, steps * envs))
     weigh_all(ends, sums, steps, envs, oldest, filled, rule, lowest_bit(fan_out))
 
 
@@ -401,7 +401,7 @@ def update_eligible_steps(  # type: ignore[no-untyped-def]
 ):
     """Recompute the eligibility of ``count`` steps, the last ``edge`` of them the oldest, and list their rows."""
     oldest, filled, cursor = ring_view(ring, steps, envs)
-    past = past_of(ring, past)
+    past = past_of(ring, past, steps * envs)
     rows = carray(as_i64(rows_address), count * envs)
     eligible = carray(as_i64(eligible_address), (steps * envs + 63) >> 6)
     # Age of the last step of the trajectory that goes on after the step in hand.

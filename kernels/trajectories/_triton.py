@@ -106,9 +106,14 @@ def load_ring(ring_ptr, steps, envs):
 
 
 @triton.jit
-def load_past(ring_ptr, past):
-    """``past`` where the ring has lost rows, else 0: the age from which the trajectory of the oldest step counts."""
-    return tl.where(tl.load(ring_ptr + WRITTEN) > tl.load(ring_ptr + SIZE), past, 0)
+def load_past(ring_ptr, past, capacity):
+    """``past`` where the ring has lost rows, else 0: the age from which the trajectory of the oldest step counts.
+
+    See :func:`gpubuf.kernels.rows.has_lost`.
+    """
+    size = tl.load(ring_ptr + SIZE)
+    ahead = tl.load(ring_ptr + WRITTEN) - size
+    return tl.where((ahead > 0) & ((size == capacity) | (ahead % (2 * capacity) != 0)), past, 0)
 
 
 @triton.jit
@@ -275,7 +280,7 @@ def trajectories_draw_kernel(
     slice_len = slice_len.to(tl.int64)
     n = n.to(tl.int64)
     _, filled, oldest = load_ring(ring_ptr, steps, envs)
-    past = load_past(ring_ptr, past)
+    past = load_past(ring_ptr, past, steps * envs)
     i = tl.program_id(0).to(tl.int64) * BLOCK_SLICES + tl.arange(0, BLOCK_SLICES)
     seed = tl.load(rng_ptr + SEED)
     offset = tl.load(rng_ptr + OFFSET)

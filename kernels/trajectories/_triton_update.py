@@ -384,7 +384,7 @@ def trajectories_update_envs_kernel(
     if HAS_SUMS:
         block = tl.arange(0, BLOCK_WEIGHTS)
         memory, shape = (ends_ptr, sums_ptr), (steps, envs, depth)
-        rule, past = (slice_len, min_len, before, after), load_past(ring_ptr, past)
+        rule, past = (slice_len, min_len, before, after), load_past(ring_ptr, past, steps * envs)
         run = run_words + (n < steps).to(tl.int64)
         for start in range(0, run.to(tl.int32) * BLOCK_ENVS, BLOCK_WEIGHTS):
             lane = lane_of(start + block, run, envs, BLOCK_ENVS)
@@ -461,7 +461,7 @@ def trajectories_weights_kernel(
     j = i // envs
     lane = (j, i - j * envs, j < run_words + (n < steps).to(tl.int64))
     memory, shape = (ends_ptr, sums_ptr), (steps, envs, depth)
-    rule, past = (slice_len.to(tl.int64), min_len, before, after), load_past(ring_ptr, past)
+    rule, past = (slice_len.to(tl.int64), min_len, before, after), load_past(ring_ptr, past, steps * envs)
     stage_weights(memory, ring, n, lane, run_words, shape, rule, past, True, BY_TRANSITION, LEVELS, SHIFT)
 
 
@@ -551,7 +551,7 @@ def trajectories_update_eligible_kernel(
     eligible = last - age + 1 >= need
     if LOOKS_BACK:
         first = first_age(ends_ptr, step, env, age, stored, oldest, steps, envs, LEVELS)
-        first = tl.maximum(first + before, tl.where(first > 0, 0, load_past(ring_ptr, past)))
+        first = tl.maximum(first + before, tl.where(first > 0, 0, load_past(ring_ptr, past, steps * envs)))
         if STARTS_TOO:
             eligible = eligible | (age == first)
         eligible = eligible & (age >= first)

@@ -36,7 +36,7 @@ class Model:
     def empty(self) -> None:
         """Forget all steps; the next one is written at position 0."""
         self.ring.clear()
-        self.written = -(-self.written // self.steps) * self.steps
+        self.written = -(-self.written // (2 * self.steps)) * 2 * self.steps
 
     @property
     def size(self) -> int:
@@ -54,7 +54,8 @@ class Model:
 
     def counted(self, past: int, before: int = 0) -> list[list[int]]:
         """What counts of every trajectory, where that of the oldest step may have lost its head."""
-        beheaded = {self.row(env, 0) for env in range(self.envs) if self.written > self.size}
+        lost = rows.has_lost(self.written, self.size, self.steps)
+        beheaded = {self.row(env, 0) for env in range(self.envs) if lost}
         return reference.counted(self.trajectories(), beheaded, past, before)
 
     def is_virtual_end(self, row: int) -> bool:

@@ -1,4 +1,4 @@
-"""Rows whose windows reach what was overwritten, or must be whole, are not drawn: each sampler, against plain Python."""
+"""Rows whose windows reach what was overwritten, or must be whole, are not drawn: against plain Python."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from gpubuf.data import PrioritizedSampler, PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
 from gpubuf.data.storage.windows import Window
 from tests.contracts.samplers import split
-from tests.support.drawable_rows import counted, drawable, numbers_of, set_windows, windowed
-from tests.support.slice_model import SliceModel, episodes
+from tests.support.drawable_rows import counted, drawable, set_windows, windowed
+from tests.support.slice_model import SliceModel
 from tests.support.sum_tree_checks import assert_consistent, bits_of
 
 WINDOWS = {
@@ -107,7 +107,7 @@ class History:
         assert self.buffer.can_sample(8) == bool(positive)
         if not positive:
             if self.rows():
-                with pytest.raises(RuntimeError, match="no row can be drawn: windows need .* steps before it"):
+                with pytest.raises(RuntimeError, match=r"no row can be drawn: windows need .* steps before it"):
                     self.buffer.sample(8)
             return
         batch = self.buffer.sample(8)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from gpubuf.data import LazyTensorStorage, Sampler, TensorDictReplayBuffer
 from gpubuf.data.storage.plan import Recipe
+from gpubuf.kernels import rows
 from tests.support.slice_model import Row, SliceModel
 
 
@@ -27,13 +27,13 @@ def set_windows(buffer: TensorDictReplayBuffer, windows: Any) -> None:
 
 
 def has_lost(model: SliceModel) -> bool:
-    """Whether rows were written of which none is stored."""
-    return model.written > len(model.rows[0])
+    """Whether rows before the oldest one were overwritten, of an environment."""
+    return bool(rows.has_lost(model.written, len(model.rows[0]), model.steps))
 
 
 def counted(model: SliceModel, past: int) -> list[list[Row]]:
     """Trajectories, that of the oldest step without its first rows, where its head may be lost."""
-    oldest = {rows[0].number for rows in model.rows if rows and has_lost(model)}
+    oldest = {of_env[0].number for of_env in model.rows if of_env and has_lost(model)}
     return [t[past if t[0].number in oldest else 0 :] for t in model.trajectories()]
 
 
@@ -49,8 +49,4 @@ def drawable(model: SliceModel, recipe: Recipe) -> list[Row]:
 def not_the_oldest(model: SliceModel, past: int) -> list[Row]:
     """The rows that a uniform sampler may draw: all but the oldest steps of a ring that has lost rows."""
     left_out = min(past, len(model.rows[0]) - 1) if has_lost(model) else 0
-    return [row for rows in model.rows for row in rows[left_out:]]
-
-
-def numbers_of(rows: Sequence[Row]) -> list[int]:
-    return sorted(row.number for row in rows)
+    return [row for of_env in model.rows for row in of_env[left_out:]]
