@@ -318,7 +318,7 @@ def run_trajectories(record: Recorder) -> None:
         ends, sums = index(steps, 1, fan_out)
         for ranked in variants:
             for by_transition in variants:
-                rank, rule = ints(n) if ranked else None, (slice_len, 1, 0, 0, by_transition)
+                rank, rule = ints(n) if ranked else None, (slice_len, 1, 0, 0, by_transition, 0)
                 record.run(trajectories.draw, ends, sums, ring, ints(3), rank, n, steps, 1, fan_out, *rule)
         record.run(trajectories.slices, ends, ring, ints(n), slice_len, steps, 1)
         record.run(trajectories.bounds, ends, ring, ints(n), steps, 1)
@@ -327,11 +327,12 @@ def run_trajectories(record: Recorder) -> None:
         ends, sums = index(steps, envs, fan_out)
         eligible = ints(trajectories.eligible_words(steps * envs))
         for flag in variants:
-            shape, rule = (steps, envs, fan_out), (4, 1, 0, 0, flag)
+            shape, rule = (steps, envs, fan_out), (4, 1, 0, 0, flag, 0)
             for weights in (sums, None):
                 record.run(trajectories.update, ends, weights, ring, ints(1, rows.ENTRY), flag, n, *shape, *rule)
             record.run(trajectories.resum, ends, sums, ring, *shape, *rule)
             record.run(trajectories.update_eligible, eligible, ends, ring, n, 3, flag, steps, envs)
+            record.run(trajectories.update_eligible, eligible, ends, ring, n, 3, flag, steps, envs, 2, 5)
 
     read(32, 256, 4, 10**6, (False, True))
     read(32, 10**5, 4, 10**6, (True,))
