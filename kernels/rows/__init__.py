@@ -14,6 +14,8 @@ A storage keeps one tensor per key, ``[capacity, ...]``, each row contiguous. Al
 The kernels reach storage tensors by address, so that a schema cannot name them. ``ring`` stands for them: every
 operation, even a read, is annotated as mutating it. That keeps reads and writes in order, also under ``torch.compile``.
 
+A ring has *lost* rows if steps before its oldest one were overwritten: see :func:`has_lost`.
+
 The *generation* of a row is the number of times that its position has been written,
 ``(written - position + capacity - 1) // capacity``: derived, never stored.
 
@@ -123,6 +125,16 @@ def table_entry(
         return [address, row_bytes, _WHOLE, address, step]
     # Shifted as if all rows lay there, so that a kernel only chooses between two addresses.
     return [address, row_bytes, split, beyond - split * step, step]
+
+
+def has_lost(written: Any, size: Any, capacity: int) -> Any:
+    """Whether rows before the oldest stored one were overwritten: of counters that are numbers or tensors.
+
+    ``written`` may be ahead of the rows that were ever stored, so that generations go on where rows are forgotten: by
+    ``2 * capacity`` a time. It is ahead by an odd number of capacities where rows were lost elsewhere.
+    """
+    ahead = written - size
+    return (ahead > 0) & ((size == capacity) | (ahead % (2 * capacity) != 0))
 
 
 def new_ring(device: torch.device | str) -> Tensor:
@@ -333,8 +345,9 @@ class Reading(NamedTuple):
         draws: random numbers of a row.
         on_host: share of the rows that lie in the host's memory, from which a GPU reads them with few programs. No
             batch is another one for it.
-        past: steps before a drawn row that must be there, or never have been: where the ring has lost rows (``written >
-            size``), :data:`sample` does not draw the oldest ``past`` steps (but the newest step always).
+        past: steps before a drawn row that must be there, or never have been: where the ring has lost rows
+            (:func:`has_lost`), :data:`sample` does not draw the oldest ``past`` steps (but the newest step always).
+        windows: whether a field has a window. A GPU's kernel is another one then; a CPU sees it in the fields.
     """
 
     ends: Tensor | None = None
@@ -346,11 +359,12 @@ class Reading(NamedTuple):
     draws: int = 0
     on_host: float = 0.0
     past: int = 0
+    windows: bool = False
 
 
 _READING = (
     "Tensor? ends=None, Tensor? links=None, Tensor(b!)? noise=None, int envs=1, int n_steps=1, float gamma=1.0,"
-    " int draws=0, float on_host=0.0, int past=0"
+    " int draws=0, float on_host=0.0, int past=0, bool windows=False"
 )
 
 

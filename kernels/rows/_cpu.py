@@ -39,6 +39,7 @@ from gpubuf.kernels.rows import (
     NoRoomError,
     Reading,
     arena_offsets,
+    has_lost,
 )
 from gpubuf.kernels.rows._check import (
     CONTIGUOUS,
@@ -225,7 +226,7 @@ class _Transitions:
         self.steps, self.envs, self.ends = capacity // how.envs, how.envs, how.ends
         self.written, size = int(ring[WRITTEN]), int(ring[SIZE])
         self.newest, self.stored = (self.written // how.envs + self.steps - 1) % self.steps, size // how.envs
-        self.has_lost = self.written > size
+        self.has_lost = has_lost(self.written, size, capacity)
         self.rows, self.length = [drawn], torch.ones_like(drawn)
         goes_on = torch.ones_like(drawn, dtype=torch.bool)
         for _ in range(how.n_steps - 1):
@@ -414,7 +415,7 @@ def read(
 
 def _drawable(written: int, size: int, capacity: int, how: Reading) -> tuple[int, int]:
     """How many rows may be drawn, and the oldest of them; it is row 0 if that is all."""
-    left_out = min(how.past * how.envs, size - how.envs) if written > size else 0
+    left_out = min(how.past * how.envs, size - how.envs) if has_lost(written, size, capacity) else 0
     return size - left_out, (written - size + left_out) % capacity if left_out else 0
 
 

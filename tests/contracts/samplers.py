@@ -32,6 +32,7 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
     Window,
 )
+from gpubuf.kernels.rows import has_lost
 from tests.contracts import pairwise
 from tests.support.slice_model import Row, SliceModel, split
 
@@ -348,7 +349,7 @@ class Model(SliceModel):
     def has_its_past(self, number: int) -> bool:
         """Whether the steps of a window before a row were not overwritten. The newest step is always drawn."""
         steps = self.steps_of(number)
-        past = -OFFSETS[0] if self.contract.windows and self.written > len(steps) else 0
+        past = -OFFSETS[0] if self.contract.windows and has_lost(self.written, len(steps), self.steps) else 0
         return steps.index(number) >= min(past, len(steps) - 1)
 
     def steps_of(self, number: int) -> list[int]:

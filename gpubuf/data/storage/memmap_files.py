@@ -457,8 +457,9 @@ class Counters:
             kept = max(0, min(size, capacity - n))
             if kept < size:
                 # Who is killed in here leaves no row that counts.
+                # An odd number of laps: steps before these rows are lost.
                 written, first, words[rows.WRITTEN] = (
-                    -(-(written + n) // capacity) * capacity,
+                    (-(-(written + n) // capacity) | 1) * capacity,
                     written - kept,
                     written + n,
                 )
@@ -469,7 +470,7 @@ class Counters:
             self.ring[: rows.SIZE + 1] = torch.tensor([written, kept], device="cpu")
             logger.warning("%s: a process was killed while it wrote %d rows: they are gone", where, n)
         else:
-            laps = -(-words[rows.WRITTEN] // capacity)
+            laps = -(-words[rows.WRITTEN] // (2 * capacity)) * 2
             self.ring[: rows.SIZE + 1] = torch.tensor([laps * capacity, 0], device="cpu")
             logger.warning("%s: a process was killed while it replaced all rows: they are gone", where)
         words[_STATE] = IDLE

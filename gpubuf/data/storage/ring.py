@@ -21,8 +21,8 @@ class Ring:
 
     Attributes:
         counters: int64 ``[4]``; see :mod:`gpubuf.kernels.rows`.
-        written: number of rows ever written (mirror). :meth:`empty` moves it on to a multiple of the capacity, and rows
-            that another ring has lost count as a round: above ``size``, steps before the oldest one are not known.
+        written: number of rows ever written (mirror). :meth:`empty` moves it on to a multiple of twice the capacity,
+            and rows that another ring has lost count as a round: see :func:`gpubuf.kernels.rows.has_lost`.
         skipped: how far ``written`` is ahead of the number of rows that users count.
         size: number of valid rows, at positions ``0 .. size - 1`` (mirror).
         replaced: how often the counters were set, for all rows were replaced.
@@ -66,12 +66,13 @@ class Ring:
         """
         # On the device too by arithmetic, not from the mirror: that is behind after the replay of a captured graph.
         # In one step, for an interrupt between several would leave rows behind that were never written.
-        lap_end = (self.counters[rows.WRITTEN] + (self.capacity - 1)).div(self.capacity, rounding_mode="floor")
-        self.counters[: rows.SIZE + 1].copy_(torch.stack([lap_end * self.capacity, torch.zeros_like(lap_end)]))
+        lap = 2 * self.capacity
+        laps = (self.counters[rows.WRITTEN] + (lap - 1)).div(lap, rounding_mode="floor")
+        self.counters[: rows.SIZE + 1].copy_(torch.stack([laps * lap, torch.zeros_like(laps)]))
         each_run(self.counters, self._empty_mirror, recount)
 
     def _empty_mirror(self, recount: bool) -> None:
-        lap_end = -(-self.written // self.capacity) * self.capacity
+        lap_end = -(-self.written // (2 * self.capacity)) * 2 * self.capacity
         self.skipped = lap_end if recount else self.skipped + lap_end - self.written
         self.written = lap_end
         self.size = 0

@@ -15,7 +15,7 @@ from gpubuf.data.storage.layout import RowLayout
 from gpubuf.data.storage.schema import Options, Schema, check_same, described, written_leaves
 from gpubuf.data.storage.share_next import CHUNK_BYTES, SharedState, entries_of, full_state, oldest_first, oldest_of
 from gpubuf.data.storage.tree_layout import saved_tree, with_tree
-from gpubuf.kernels.rows import NoRoomError
+from gpubuf.kernels.rows import NoRoomError, has_lost
 
 #: A :class:`gpubuf.data.storage.storage.TensorStorage`, which imports this.
 TensorStorage = Any
@@ -152,7 +152,7 @@ def incoming(storage: TensorStorage, state: dict[str, Any]) -> tuple[dict[str, A
 
 def lacks_past(state: dict[str, Any]) -> bool:
     """Whether the steps before the oldest one of a state were overwritten."""
-    return bool(state["size"] < state["written"] or state.get("past_lost", False))
+    return bool(has_lost(state["written"], state["size"], state["max_size"]) or state.get("past_lost", False))
 
 
 def _write_anew(storage: TensorStorage, state: dict[str, Any], layout: RowLayout, written: int) -> None:
