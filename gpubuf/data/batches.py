@@ -73,6 +73,8 @@ class Batches:
         # What is done to rows after they were gathered, apart from the transforms, of which there may be more later.
         self._direct = self.collate_fn is None
         self._device = batch_device(self.storage.allocation.device)
+        # A window of a row is of many rows.
+        self._many = _MANY_ROWS // len(self.reader.recipe.offsets)
         self._finished = self._direct and self.relabel is None and not self.pin_memory and self._device is None
 
     @property
@@ -171,7 +173,7 @@ class Batches:
         if not storage.ring.size:
             require_rows(storage, sampler.shards)
         rows = n if batches is None else n * batches
-        if rows > _MANY_ROWS and layout.leaves and storage.device.type == "cpu":
+        if rows > self._many and layout.leaves and storage.device.type == "cpu":
             check_host_room(rows * (layout.row_bytes + _PER_ROW), f"a batch of {rows} rows")
         drawn = sampler.draw(n) if batches is None else sampler.draw_batches(n, batches)
         return self.made_of(drawn, include_info, whole, assembled)

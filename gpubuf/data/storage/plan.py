@@ -478,7 +478,8 @@ class Recipe:
             )
         for key in self._told(schema.batch):
             if key in OF_A_DRAW or layout.position(key) is not None:
-                raise ValueError(f"batches of {self} get a key {as_written(key)!r}, but there is one already")
+                whose = "draws" if key in OF_A_DRAW else "the rows"
+                raise ValueError(f"batches of {self} get a key {as_written(key)!r}, which {whose} have already")
         rewards = self.rewards(schema)
         for position in rewards:
             leaf = schema.batch.leaves[position]
@@ -491,6 +492,7 @@ class Recipe:
             self._check_window(key, window, schema, rewards)
         if self.needs_ends:
             self.ends(schema)
+        self.layout(schema.batch)
 
     def _takes_other_row(self, key: Key) -> bool:
         """Whether batches have a key of another row than the drawn one."""
@@ -512,9 +514,11 @@ class Recipe:
             for part in leaf.key:
                 if isinstance(node, Node):
                     if node.batch_suffix:
-                        raise ValueError(f"{leaf.name} has batch dimensions of its own, {node.batch_suffix}: no window")
+                        raise ValueError(
+                            f"{leaf.name} has batch dimensions of its own, {node.batch_suffix}, and there is no window "
+                            "of such a key: write it in a TensorDict without them"
+                        )
                     node = node.children[part]
-            window.shape_of(leaf)
             follows = schema.sources[position].follows
             if key[:1] != (NEXT_KEY,):
                 continue
