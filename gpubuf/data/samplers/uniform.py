@@ -10,11 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpubuf.data.recording import at_replays, current
-from gpubuf.data.samplers.base import Drawn, Sampler
+from gpubuf.data.samplers.base import Drawn, RandomState, Sampler
 from gpubuf.data.samplers.shards import Shards
+from gpubuf.data.samplers.slices import SliceSampler
+from gpubuf.data.storage.end_bits import Signal
+from gpubuf.data.storage.layout import RowLayout
 from gpubuf.data.storage.placement import IndexBytes
+from gpubuf.data.storage.plan import Recipe, RowPlan
 from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.kernels.rows import SIZE
+from gpubuf.kernels.rows import SIZE, has_lost
+from gpubuf.kernels.trajectories import Rule
 
 
 class SamplerWithoutReplacement(Sampler):
@@ -40,6 +45,18 @@ class SamplerWithoutReplacement(Sampler):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        """Raise for windows that leave rows out: an epoch has every row.
+
+        Raises:
+            ValueError: they do.
+        """
+        if recipe.past or recipe.whole:
+            raise ValueError(
+                f"a {type(self).__name__} draws every row, also those whose windows reach what was overwritten: "
+                "windows that look back, or have outside='skip', need a RandomSampler or PrioritizedSampler"
+            )
 
     def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
         """The next rows of the epoch. No host sync.
@@ -74,8 +91,41 @@ class SamplerWithoutReplacement(Sampler):
         return IndexBytes(index=8 * math.prod(shape))
 
 
+class _WholeWindows(SliceSampler):
+    """Rows that have so many steps before and after them, drawn uniformly: as slices of all of these steps.
+
+    Args:
+        recipe: says how many, and which steps must not have been overwritten.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.before, after = recipe.whole or (0, 0)
+        self.past = recipe.past
+        super().__init__(slice_len=self.before + 1 + after, truncated_key=None, init_key=None)
+
+    def _new_rule(self, length: int) -> Rule:
+        return Rule(length, length, by_transition=True, past=max(self.past - self.before, 0))
+
+    def _signal(self, storage: TensorStorage) -> Signal:
+        """Where windows end."""
+        assert storage.readers.end_bits
+        return storage.readers.end_bits.signal
+
+    def check_rows(self, layout: RowLayout, ndim: int) -> None:
+        """The recipe's are checked."""
+
+    def rows(self, n: int, random: RandomState) -> Tensor:
+        """Positions, int64 ``[n]``. One launch, no host sync."""
+        length = self.slice_len or 1
+        return self.trajectory_index.draw(n, random)[0].view(n, length)[:, self.before].contiguous()
+
+
 class RandomSampler(Sampler):
     """Rows drawn uniformly, with replacement, in the launch that copies them.
+
+    With windows (docs/windows.md) that look back, the oldest steps are not drawn once rows were overwritten. Windows
+    with ``outside="skip"`` take an index of the trajectories, which every write keeps up to date: rows are drawn by one
+    launch, and copied by another.
 
     Args:
         replacement: False makes a :class:`SamplerWithoutReplacement` of the other arguments.
@@ -96,20 +146,65 @@ class RandomSampler(Sampler):
         self.require_replacement(replacement)
         self.shards = Shards.of(process_group)
 
+    # Draws rows whose windows are whole; None: all rows are drawn.
+    _whole: _WholeWindows | None = None
+
+    def read_from(self, reader: RowPlan) -> None:
+        super().read_from(reader)
+        self._whole = None
+        if reader.recipe.whole is not None:
+            self._whole = _WholeWindows(reader.recipe)
+            self._whole.bind(self.storage)
+
+    def unbind(self) -> None:
+        super().unbind()
+        self._whole = None
+
+    def memory(self) -> IndexBytes:
+        return super().memory() + (self._whole.memory() if self._whole else IndexBytes())
+
+    @property
+    def _left_out(self) -> Tensor | int:
+        """How many of the oldest rows are not drawn."""
+        past, (written, size) = self.reader.recipe.past, self.storage.ring.counters[: SIZE + 1]
+        if not past:
+            return 0
+        envs = self.storage.rows.envs
+        lost = has_lost(written, size, self.storage.max_size)
+        return torch.where(lost, (size - envs).clamp(max=past * envs), 0)
+
     def _weights(self, n: int) -> dict[Any, Tensor]:
         """The info of ``n`` rows."""
-        return {"priority_weight": self.shards.weights(self.storage.ring.counters[SIZE], n)} if self.shards else {}
+        if not self.shards:
+            return {}
+        counters = self.storage.ring.counters
+        mass = self._whole.trajectory_index.total if self._whole else counters[SIZE] - self._left_out
+        return {"priority_weight": self.shards.weights(mass, n)}
 
     def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
-        """Uniform positions. No host sync."""
+        """Uniform positions. No host sync.
+
+        Raises:
+            RuntimeError: no window is whole (CPU).
+        """
         storage, info = self.storage, self._weights(n)
-        uniform = self.random_state(storage.device).uniform(n)
+        random = self.random_state(storage.device)
+        if self._whole:
+            return self._whole.rows(n, random), info
         # The device's count: in a CUDA graph the host's would stay that of the capture.
-        size = storage.ring.counters[SIZE]
-        return torch.minimum((uniform * size).to(torch.int64), size - 1), info
+        written, size = storage.ring.counters[: SIZE + 1]
+        left_out = self._left_out
+        kept = size - left_out
+        rows = torch.minimum((random.uniform(n) * kept).to(torch.int64), kept - 1)
+        if isinstance(left_out, Tensor):
+            # From the oldest row that is left; row 0 if that is all.
+            rows = rows.add_(torch.where(left_out > 0, written - kept, 0)).remainder_(storage.max_size)
+        return rows, info
 
     def draw(self, n: int) -> Drawn:
         """Choose and gather in one launch. No host sync."""
+        if self._whole:
+            return super().draw(n)
         # Past calls where there is nothing to do: every sample comes here.
         info = self._weights(n) if self.shards else {}
         random = self._random
@@ -117,3 +212,9 @@ class RandomSampler(Sampler):
             random = self.random_state(self.reader.device)
         tensors, index, generation = self.reader.sample_uniform(random.state, n)
         return Drawn(tensors, index, generation, info)
+
+    def can_sample(self, storage: TensorStorage, batch_size: int) -> bool:
+        """Whether there are rows to draw. Synchronises where windows must be whole."""
+        return super().can_sample(storage, batch_size) and (
+            not self._whole or int(self._whole.trajectory_index.total) > 0
+        )
