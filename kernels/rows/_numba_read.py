@@ -48,6 +48,7 @@ from gpubuf.kernels.rows import (
     PAD,
     PADDED,
     PAIR,
+    POSITION,
     ROW_BYTES,
     ROW_STRIDE,
     SIMPLE,
@@ -298,7 +299,7 @@ def _find_slots(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Find the places of all slots around ``n`` rows, and which of them are outside; whether none is lost.
 
-    Those of ``IS_FIRST`` are 1 where the row begins a trajectory, and else 0.
+    Those of ``IS_FIRST`` are 1 where the row begins a trajectory, and else 0; those of ``POSITION`` -1 outside.
     """
     steps, window, first, by, kind = capacity // envs, field[WINDOW], field[FIRST], field[STEP], field[KIND]
     newest, stored, final = (written // envs + steps - 1) % steps, size // envs, first + (window - 1) * by
@@ -321,6 +322,8 @@ def _find_slots(  # type: ignore[no-untyped-def]
             if kind == NEXT and not own:
                 row = _next_place(links, newest * envs, capacity, envs, row)
                 lost += row == LOST
+            elif kind == POSITION:
+                row = -1 if beyond[at] else row
             elif kind == IS_FIRST:
                 at_step, _ = divided(row, envs)
                 until = newest - at_step if at_step <= newest else newest - at_step + steps
@@ -456,6 +459,8 @@ def read_batch(  # type: ignore[no-untyped-def]
                 _tell_slots(target, beyond, found)
             elif field[KIND] == IS_FIRST:
                 _tell_slots(target, rows, found)
+            elif field[KIND] == POSITION:
+                carray(as_i64(target), found)[:] = rows[:found]
             elif field[KIND] == SUM:
                 _sum_rows(target, field, rows, length, count, capacity, envs, gamma)
             elif field[KIND] == STEPS:

@@ -78,7 +78,7 @@ COPIED, ALIGNED, BATCH_BYTES, WRITTEN_AS_STORED = map(tl.constexpr, range(rows.C
 FIELD = tl.constexpr(rows.FIELD)
 
 # Values of KIND, and of OUTSIDE.
-DRAWN, LAST, NEXT, SUM, STEPS, PADDED, IS_FIRST = map(tl.constexpr, range(rows.DRAWN, rows.IS_FIRST + 1))
+DRAWN, LAST, NEXT, SUM, STEPS, PADDED, IS_FIRST, POSITION = map(tl.constexpr, range(rows.DRAWN, rows.POSITION + 1))
 REPEAT, ZERO, CROSS = map(tl.constexpr, range(rows.REPEAT, rows.CROSS + 1))
 
 # More steps than any window has.
@@ -519,7 +519,7 @@ def _load_window(entry_ptr, memory, before, row, slot, kind, window, has):
             place = (word >> (before_it & 63)) & 1
         # The oldest row is the one after the newest, ``stored - 1`` steps before it.
         place = tl.where(forward(step, stored - 1, steps) == newest, 1 - has_lost, place)
-    place = tl.where((beyond & (outside == ZERO)) & (kind <= NEXT), -1, place)
+    place = tl.where(beyond & (((outside == ZERO) & (kind <= NEXT)) | (kind == POSITION)), -1, place)
     return tl.where(valid, place, -1)
 
 
@@ -527,7 +527,7 @@ def _load_window(entry_ptr, memory, before, row, slot, kind, window, has):
 def load_slots(entry_ptr, memory, before, position, valid, slot, kind, window, has):
     """The places of slots of a field around rows of the batch, int64; -1 for zeros and for rows not to be read.
 
-    Those of PADDED and IS_FIRST are 1 or 0: what they say.
+    Those of PADDED and IS_FIRST are 1 or 0: what they say. Those of POSITION are positions.
     """
     has_window = ((tl.load(entry_ptr + WINDOW) > 1) | (tl.load(entry_ptr + FIRST) != 0)) | (kind >= PADDED)
     # A window is around a row, also that of next observations.
@@ -683,12 +683,14 @@ def _compute_tile(entry_ptr, place, move, column, mask, target, gamma, window):
             bits, _ = integer_bits(integers_of(bits, stored), batch)
     else:
         codes = (kind, stored, batch)
-        if ((stored == FLOAT64) | (batch == FLOAT64)) | ((kind == SUM) & (is_float(stored) == 0)):
+        whole = ((kind == SUM) & (is_float(stored) == 0)) | (kind == POSITION)
+        if ((stored == FLOAT64) | (batch == FLOAT64)) | whole:
             bits = _compute_floats(entry_ptr, place, element, valid, codes, gamma, window, tl.float64)
         else:
             bits = _compute_floats(entry_ptr, place, element, valid, codes, gamma, window, tl.float32)
     shift = item_shift(batch)
-    store_bits(target + (column.to(tl.int64) << shift), tl.where(valid, bits, 0), shift, shift, mask)
+    nothing = -(kind == POSITION).to(tl.int64)
+    store_bits(target + (column.to(tl.int64) << shift), tl.where(valid, bits, nothing), shift, shift, mask)
 
 
 @triton.jit

@@ -46,8 +46,7 @@ class Queue:
         self.had = set[tuple[int, int]]()
 
     def next(self, n: int, written: int) -> list[int]:
-        oldest = max(written - self.room, 0)
-        oldest += self.before if oldest else 0
+        oldest = max(written - self.room, 0) + self.before
         firsts = range(0, written - self.after, self.every)
         due = [(first, env) for first in firsts if first >= oldest for env in range(self.envs)]
         due = [window for window in due if window not in self.had][:n]
@@ -75,10 +74,8 @@ def test_new_windows_come_once_and_in_order(seed: int):
             rows = batch["number"][:, before].tolist()
             assert rows[: len(due)] == due
             if due:
-                first = torch.tensor(due).unsqueeze(1)
-                # Nothing was there before the first step.
-                offsets = torch.maximum(torch.arange(-before, after + 1), -first.remainder(APART))
-                assert torch.equal(batch["number"][: len(due)], first + offsets)
+                whole = torch.tensor(due).unsqueeze(1) + torch.arange(-before, after + 1)
+                assert torch.equal(batch["number"][: len(due)], whole)
 
 
 def test_priorities_are_the_other_samplers_and_new_rows_weigh_one():

@@ -24,7 +24,7 @@ class OnlineFirst(Sampler):
 
     The steps of each environment are cut into windows of ``every`` steps, one after the other, across the ends of
     trajectories. A window counts as soon as all steps are stored that batches take around its first row, which is the
-    drawn one: ``windows=Window(0, 64, outside="cross")`` with ``every=64`` are windows of 65 steps that share one with
+    drawn one: ``windows=Window(-64, 0, outside="cross")`` with ``every=64`` are windows of 65 steps that share one with
     the next. A window that was overwritten before its turn is left out. How many there are is known on the device, so
     that a captured draw takes those that have come since the last replay. No host sync.
 
@@ -107,8 +107,7 @@ class OnlineFirst(Sampler):
         after = recipe.n_steps - 1 + max((window.last for _, window in recipe.windows), default=0)
         written, stored = (counters[each].div(envs, rounding_mode="floor") for each in (WRITTEN, SIZE))
         last = (written - 1 - max(after, 0)).div(self.every, rounding_mode="floor")
-        # Rows without a past begin a window only where nothing was overwritten.
-        oldest = written - stored + recipe.past * (stored < written)
+        oldest = written - stored + recipe.past
         begin = -(-oldest).div(self.every, rounding_mode="floor")
         return begin * envs, (last + 1) * envs
 

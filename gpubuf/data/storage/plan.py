@@ -445,6 +445,11 @@ class Recipe:
         """Keys of batches that say which slots of windows are outside."""
         return [as_written(window.mask) for _, window in self.windows if window.mask]
 
+    @functools.cached_property
+    def positions(self) -> list[Key]:
+        """Keys of batches that have the positions of the rows of windows."""
+        return [(*window.rows, "index") for _, window in self.windows if window.rows]
+
     def window_of(self, key: Key) -> Window | None:
         """The window of a key: its own, or that of the nearest key above it."""
         above = [(len(other), window) for other, window in self.windows if key[: len(other)] == other]
@@ -504,7 +509,7 @@ class Recipe:
         found = [position for position, leaf in enumerate(layout.leaves) if leaf.key[: len(key)] == key]
         if not found:
             raise KeyError(f"there is a window of {name!r}, which is not stored; the keys are {layout.keys}")
-        told = window.mask or window.is_first
+        told = window.mask or window.is_first or window.rows
         if isinstance(layout.root, int) and told:
             raise ValueError(f"a batch that is a single tensor has no place for {told}: rows of a TensorDict have")
         for position in found:
@@ -523,7 +528,9 @@ class Recipe:
             if key[:1] != (NEXT_KEY,):
                 continue
             if told and (self.n_steps > 1 or (follows and looks_back)):
-                raise ValueError(f"mask and is_first tell of windows of root keys: {leaf.name} is that of other rows")
+                raise ValueError(
+                    f"mask, is_first and rows tell of windows of root keys: {leaf.name} is that of other rows"
+                )
             twin = leaf.key[1:]
             if (
                 looks_back
@@ -541,9 +548,13 @@ class Recipe:
         """The fields of what batches tell of their rows, by key."""
         found = {} if self.n_steps == 1 else {STEPS_KEY: _told(rows.STEPS, torch.int64)}
         for _, window in self.windows:
-            for key, kind in ((window.mask, rows.PADDED), (window.is_first, rows.IS_FIRST)):
+            for key, kind, dtype in (
+                (window.mask, rows.PADDED, torch.bool),
+                (window.is_first, rows.IS_FIRST, torch.bool),
+                (window.rows and (*window.rows, "index"), rows.POSITION, torch.int64),
+            ):
                 if key is not None:
-                    field = replace(_told(kind, torch.bool), **window.options)
+                    field = replace(_told(kind, dtype), **window.options)
                     if found.setdefault(key, field) != field:
                         raise ValueError(f"{as_written(key)!r} can't tell of two windows that differ")
         return found

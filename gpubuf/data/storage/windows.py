@@ -34,6 +34,9 @@ class Window:
         mask: a key that the batch gets, bool ``[B, W]``, true where an offset is outside (as ``"action_is_pad"`` in
             LeRobot).
         is_first: a key that the batch gets, bool ``[B, W]``, true where a trajectory begins.
+        rows: a key under which the batch gets ``"index"``, int64 ``[B, W]`` (``[B, W, ndim]`` for storages of several
+            dimensions), the rows at the offsets, and -1 outside; and ``"index_generation"``, int64 ``[B, W]``. With
+            both, ``update_if_present`` writes something back to every row of a window.
 
     Raises:
         TypeError: an offset is no whole number.
@@ -47,6 +50,7 @@ class Window:
     join: int | None = None
     mask: Any = None
     is_first: Any = None
+    rows: Any = None
 
     def __post_init__(self) -> None:
         for name in ("first", "last", "step"):
@@ -59,7 +63,7 @@ class Window:
             raise ValueError(f"a Window reaches at most {rows.MAX_REACH} steps, got {self.first} .. {self.last}")
         if self.outside not in _OUTSIDE:
             raise ValueError(f"outside must be one of {get_args(Outside)}, got {self.outside!r}")
-        for name in ("mask", "is_first"):
+        for name in ("mask", "is_first", "rows"):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else as_key(value))
 

@@ -19,6 +19,7 @@ from gpubuf.kernels.rows import (
     NEXT,
     OPAQUE,
     PADDED,
+    POSITION,
     STEPS,
     SUM,
     ZERO,
@@ -241,7 +242,7 @@ class Ring(StoredOnce):
             steps = torch.full((key.field.elements,), len(rows), dtype=torch.float64 if wide else torch.float32)
             numbers = steps if kind == STEPS else discounted(key, rows, gamma)
             return computed(key, ABSENT, numbers, shift)
-        field, base = key.field, row if kind in (DRAWN, PADDED, IS_FIRST) else rows[-1]
+        field, base = key.field, row if kind == DRAWN or kind >= PADDED else rows[-1]
         return torch.cat([self.slot(key, base, field.first + w * field.step, shift) for w in range(field.window)])
 
     def slot(self, key: Key, row: int, offset: int, shift: tuple[int, int]) -> Tensor:
@@ -249,6 +250,8 @@ class Ring(StoredOnce):
         kind, (row, left) = key.field.kind, self.walk(row, offset, key.field.outside == CROSS)
         if kind == PADDED:
             return torch.tensor([left != 0]).to(key.batch)
+        if kind == POSITION:
+            return torch.tensor([-1 if left else row]).to(key.batch)
         if kind == IS_FIRST:
             return torch.tensor([self.is_first(row)]).to(key.batch)
         if kind == NEXT and left < 0:
