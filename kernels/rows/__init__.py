@@ -213,8 +213,8 @@ class Field:
         entries, pending: addresses of the memory of next observations, for ``NEXT``.
         side_stride: bytes from row to row there.
         writes: 0 for fields that writes leave out: they read a column that another one writes.
-        window: slots of a row, W. ``elements`` and ``row_bytes`` are those of a slot. Only fields that are ``DRAWN``,
-            ``LAST``, ``NEXT``, ``PADDED``, ``IS_FIRST`` or ``POSITION`` may have more than one. All slots of a row are shifted alike.
+        window: slots of a row, W. ``elements`` and ``row_bytes`` are those of a slot. ``SUM`` and ``STEPS`` have one.
+            All slots of a row are shifted alike.
         first, step: offset of the first slot, and from each slot to the next, in steps; no further than ``MAX_REACH``.
         outside: what stands in slots outside.
     """
@@ -440,7 +440,8 @@ cursor, and move it.
 every 128 keys. No host sync.
 
 ``SUM`` and ``LAST`` fields are stored like ``DRAWN`` ones; those with ``writes`` 0 are skipped (so have ``STEPS``,
-``PADDED``, ``IS_FIRST`` and ``POSITION``): their sources are empty. With shared fields ``n`` is a multiple of ``envs``. Then:
+``PADDED``, ``IS_FIRST`` and ``POSITION``): their sources are empty. With shared fields ``n`` is a multiple of
+``envs``. Then:
 
 1. The next observations that were pending are compared with the observations that now follow them: those that differ
    move aside.
