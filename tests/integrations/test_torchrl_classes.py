@@ -145,7 +145,7 @@ def test_a_sampler_of_ones_own():
 def test_a_member_that_gpubuf_has_not():
     sampler = JOINED.SliceSampler(slice_len=2)
     with pytest.raises(
-        NotImplementedError, match=r"SliceSampler.fragmented is TorchRL's, .* docs/migration.md says what"
+        NotImplementedError, match=r"SliceSampler.fragmented is TorchRL's, .* docs/migration-arguments.md says what"
     ):
         assert sampler.fragmented
     assert not hasattr(sampler, "fragmented")
