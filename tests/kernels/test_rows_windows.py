@@ -160,8 +160,7 @@ def test_a_stack_is_shifted_as_one(backend):
 # Draws
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize("envs", [1, 3])
+@pytest.mark.parametrize("envs", [1, pytest.param(3, marks=pytest.mark.gate)])
 def test_the_law_of_a_draw_without_the_oldest(backend, envs):
     """Bit for bit from the uniforms: of a ring that has lost rows the oldest steps are left out, but for the newest."""
     of: dict[str, Any] = {"window": 3, "first": -2, "writes": False}
@@ -210,8 +209,7 @@ def test_an_empty_ring(backend, past):
 # Faults
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize("bad", [9, -10, 2**40])
+@pytest.mark.parametrize("bad", [pytest.param(9, marks=pytest.mark.gate), -10, 2**40])
 def test_rows_out_of_range(backend, bad):
     """All slots are zeros on a GPU, also what is said of them."""
     store = filled(windows(4, -3), 9, 1, (9, 3), 2, "plain")
