@@ -349,7 +349,8 @@ class Reading(NamedTuple):
             batch is another one for it.
         past: steps before a drawn row that must be there, or never have been: where the ring has lost rows
             (:func:`has_lost`), :data:`sample` does not draw the oldest ``past`` steps (but the newest step always).
-        windows: whether a field has a window. A GPU's kernel is another one then; a CPU sees it in the fields.
+        windows: whether a field has a window (:attr:`Field.has_window`). A GPU's launch can't see it in the fields, and
+            takes another kernel then, or if there is a ``past``; a CPU does not look at it.
     """
 
     ends: Tensor | None = None
@@ -395,7 +396,8 @@ the nearest, half to even, and cut to the range (NaN: 0), and a bool if it is no
 
 Raises:
     IndexError: an index is out of range, or the next observation of a row is lost (CPU). On a GPU such a row reads as
-        zeros, has generation -1, which no row has, and counts in ``ring[FAULTS]``.
+        zeros, has generation -1, which no row has, and counts in ``ring[FAULTS]``. If only that of a slot is lost, the
+        slot reads as zeros, and nothing counts: the write that lost it did.
     ValueError: ``arena_bytes`` does not fit the table (CPU; on a GPU the sizes are not known to the host); or
         ``n_steps`` is outside 1 .. 64, ``past`` outside 0 .. ``MAX_REACH``.
 """

@@ -321,7 +321,7 @@ class Store:
         if self.copied:
             return ()
         draws = 0 if self.noise is None else self.draws
-        ends = self.end_bits if self.ends else None
+        ends = self.end_bits.to(self.device) if self.ends else None
         windows = any(field.has_window for field in self.keys_of)
         return ends, self.links, self.noise, self.envs, n_steps, gamma, draws, 0.0, self.past, windows
 

@@ -218,6 +218,29 @@ def test_computed_rows(backend, capacity):
     check(1, [observation, given, values_of(store.places)[1], torch.ones_like(length)[:, None]])
 
 
+@capacities
+def test_windows_of_rows(backend, capacity):
+    """Rows three steps before and after, over the seam, and of one row only those since an end."""
+    store = Rows(backend, capacity)
+    ends, step, env = sparse(torch.int64, -(-store.steps // 64) * ENVS), store.places // ENVS, store.places % ENVS
+    ahead = ((4 - step) % store.steps).clamp(max=3)
+    behind = (store.steps - 1 - (4 - step) % store.steps).clamp(max=3)
+    one = len(step) // 2
+    last = int(step[one]) - 2
+    ends[last // 64 * ENVS + env[one]], behind[one] = 1 << last % 64, 1
+    slots = (torch.stack((step - behind, step, step + ahead), 1) % store.steps * ENVS + env[:, None]).reshape(-1)
+    store.fill(slots)
+    window = {"window": 3, "first": -3, "step": 3}
+    codes = [(rows.DRAWN, *[dtype_code(column.dtype)] * 3, column.shape[1]) for column in store.columns]
+    fields = [rows.Field(*entry, *code, **window) for entry, code in zip(store.table.tolist(), codes, strict=True)]
+    table, kinds = torch.tensor([field.encoded() for field in fields]), ((204, torch.float32), (3, torch.uint8))
+    reading = rows.Reading(ends, envs=ENVS, windows=True)
+    found, generation = store.gather(store.index, table, kinds, reading)
+    expected = [values.view(len(step), -1) for values in values_of(slots)]
+    assert all(map(torch.equal, found, expected))
+    assert torch.equal(generation, store.generation)
+
+
 # The sum tree
 
 FAN_OUT = {"numba": CPU_FAN_OUT, "triton": 4, "plain": 4}
@@ -422,6 +445,7 @@ FAULTS: list[tuple[str, str, str, tuple[Any, ...]]] = [
     (f"{READ}:rows_sample_kernel", "address(position", f"address(position{INT32}", (test_sampled_rows, LARGE)),
     (f"{READ}:place_address", "entry_ptr, place)", f"entry_ptr, place{INT32})", (test_computed_rows, LARGE)),
     (f"{READ}:load_following", "links_ptr + row,", f"links_ptr + row{INT32},", (test_computed_rows, LARGE)),
+    (f"{READ}:_load_window", "step * envs + env\n", f"(step * envs + env){INT32}\n", (test_windows_of_rows, LARGE)),
     (f"{WRITE}:rows_write_kernel", "address(position", f"address(position{INT32}", (test_written_rows, LARGE)),
     (f"{WRITE}:rows_extend_kernel", "address(position", f"address(position{INT32}", (test_written_rows, LARGE)),
     (f"{TILES}:draw_position", "(seed, counter)", f"(seed, counter){FLOAT32}", (test_sampled_rows, LARGE)),

@@ -599,6 +599,9 @@ def test_opcheck():
     read, reading = (store.table, store.ring), (store.end_bits, store.links, store.noise, 2, 3, 0.9, 1)
     check(rows.gather, (*read, index, 12, store.arena_bytes(3), *reading))
     check(rows.sample, (*read, rng, 3, 12, store.arena_bytes(3), *reading))
+    store.specs[0].window, store.past = 8, 2
+    store.attach()
+    check(rows.sample, (store.table, store.ring, rng, 3, 12, store.arena_bytes(3), *reading, 0.0, 2, True))
     sources, shared = store.batch(4, 7), (2, store.links, store.owners)
     check(rows.extend, (store.table, sources, store.ring, 4, 12, *shared))
     check(rows.relink, (store.table, sources, store.ring, torch.arange(4), 12, *shared))
@@ -639,7 +642,7 @@ def test_launches(n_keys):
         record.run(rows.write, fields, sources, ring, index, 12, index)
         record.run(rows.relink, fields, sources, ring, index, 12, *shared)
         record.run(rows.gather, fields, ring, index, 12, 256, *reading, 3)
-        record.run(rows.sample, fields, ring, state, 6, 12, 512, *reading, 3)
+        record.run(rows.sample, fields, ring, state, 6, 12, 512, *rows.Reading(*reading, 3, past=2, windows=True))
     if n_keys == 3:
         again = ["compare", "assign", "aside"]
         copies = ["extend", "write", "gather", "sample"]

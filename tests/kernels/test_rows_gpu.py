@@ -79,6 +79,31 @@ def test_extend_and_write(n):
         assert_same(wholes(store), expected, exact=True)
 
 
+@pytest.mark.parametrize(("n", "envs"), [(1, 1), (300, 3), (2000, 2)])
+def test_windows(n, envs):
+    """Stacks of shifted images and windows of other keys, gathered and drawn, as the CPU makes them."""
+    of = {"writes": False, "window": 4, "first": -3}
+    specs = [Spec(84 * 84, stored=torch.uint8), Spec(5), Spec(3, rows.LAST, torch.float16, torch.float32)]
+    specs += [Spec(84 * 84, stored=torch.uint8, of=0, pad=4, height=84, width=84, **of)]
+    specs += [Spec(84 * 84, stored=torch.uint8, of=0, outside=rows.ZERO, **of)]
+    specs += [Spec(5, rows.LAST, of=1, writes=False, window=65, first=-40, outside=way) for way in range(3)]
+    specs += [Spec(1, kind, torch.bool, writes=False, window=200, first=-150) for kind in (rows.PADDED, rows.IS_FIRST)]
+    here, there = (Store(specs, 600, envs, written=900, device=device) for device in ("cpu", "cuda"))
+    for store in (here, there):
+        store.ends, store.past = set(range(7, 600, 31)), 9
+    index = torch.randint(-600, 600, (n,), generator=torch.Generator().manual_seed(n))
+    for seed in range(2):
+        here.noise, there.noise = (philox.new_state(seed, device) for device in ("cpu", "cuda"))
+        assert_same(there.gather(index.cuda(), 3)[0], here.gather(index, 3)[0], exact=True)
+        found, expected = (
+            store.sample(philox.new_state(5, store.device), n, 3) for store in (there, here)
+        )  # fmt: skip
+        assert_same(found[0], expected[0], exact=True)
+        assert_same(found[1:], expected[1:])
+        assert there.noise.tolist() == here.noise.tolist()
+    assert there.counters == here.counters
+
+
 def test_out_of_range_is_counted():
     store = Store(COPIED, 5, written=5, copied=True, device="cuda")
     before = wholes(store)
