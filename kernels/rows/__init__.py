@@ -350,6 +350,7 @@ class Reading(NamedTuple):
             batch is another one for it.
         past: steps before a drawn row that must be there, or never have been: where the ring has lost rows
             (:func:`has_lost`), :data:`sample` does not draw the oldest ``past`` steps (but the newest step always).
+        windows: whether a field has a window. A GPU's kernel is another one then; a CPU sees it in the fields.
         law: the probabilities of rows that :data:`sample` draws; see there.
         numbers: float64 ``[2]``, a and b of the law; None: it needs none.
     """
@@ -363,14 +364,14 @@ class Reading(NamedTuple):
     draws: int = 0
     on_host: float = 0.0
     past: int = 0
+    windows: bool = False
     law: int = UNIFORM
     numbers: Tensor | None = None
 
 
 _READING = (
     "Tensor? ends=None, Tensor? links=None, Tensor(b!)? noise=None, int envs=1, int n_steps=1, float gamma=1.0,"
-    " int draws=0, float on_host=0.0, int past=0, int law=0,"
-    " Tensor? numbers=None"
+    " int draws=0, float on_host=0.0, int past=0, bool windows=False, int law=0, Tensor? numbers=None"
 )
 
 

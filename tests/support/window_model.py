@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data import LazyTensorStorage, TensorDictReplayBuffer, Window
+from gpubuf.data import LazyTensorStorage, RandomSampler, Sampler, TensorDictReplayBuffer, Window
 
 GAMMA = 0.5
 FRAME = torch.arange(6).view(2, 1, 3)
@@ -34,12 +35,21 @@ class Steps:
     """The stored rows of one environment, the oldest first.
 
     Attributes:
+        capacity: how many there may be.
         rows: all of them.
-        lost: whether there were others before them.
+        gone: whether there were others before them.
+        emptied: whether rows were forgotten: a ring that is full then may have lost some.
     """
 
+    capacity: int
     rows: list[Step] = field(default_factory=list)
-    lost: bool = False
+    gone: bool = False
+    emptied: bool = False
+
+    @property
+    def lost(self) -> bool:
+        """Whether there may have been others before them."""
+        return self.gone or (self.emptied and len(self.rows) == self.capacity)
 
     def first(self, i: int) -> int:
         """The first row of a row's trajectory."""
@@ -87,37 +97,34 @@ class History:
 
     Args:
         seed: of all choices.
-        sampler: of the buffer.
-        storage: options of the storage.
-        options: of the buffer.
+        sampler: makes that of a buffer of so many rows.
     """
 
-    def __init__(self, seed: int, sampler: Any = None, storage: Any = None, **options: Any) -> None:
+    def __init__(self, seed: int, sampler: Callable[[int], Sampler] = lambda capacity: RandomSampler()) -> None:
         self.random = random.Random(seed)
         choose = self.random.choice
         self.envs, self.steps, self.n_steps = choose([1, 1, 2, 3]), choose([1, 3, 8, 20]), choose([1, 1, 2, 4])
         self.once, self.count = choose([True, True, False]), 0
         self.windows = {key: self.window(key) for key in ("frame", "number", ("next", "frame"), ("next", "done"))}
         self.windows = {key: window for key, window in self.windows.items() if choose([True, True, False])}
-        self.storage, self.options = storage or {}, options
-        self.envs_rows = [Steps() for _ in range(self.envs)]
-        self.buffer = self.new(self.steps, sampler)
+        self.sampler = sampler
+        self.envs_rows = [Steps(self.steps) for _ in range(self.envs)]
+        self.buffer = self.new(self.steps)
         self.now = [self.number() for _ in range(self.envs)]
 
-    def new(self, steps: int, sampler: Any = None) -> TensorDictReplayBuffer:
+    def new(self, steps: int) -> TensorDictReplayBuffer:
         """An empty buffer."""
-        once = {"share_next": ["frame"] if self.once else False, "next_capacity": 4 * steps * self.envs}
-        options = {**(once if self.once else {}), **self.storage}
+        capacity = steps * self.envs
+        once: dict[str, Any] = {"share_next": ["frame"], "next_capacity": 4 * capacity} if self.once else {}
         return TensorDictReplayBuffer(
-            storage=LazyTensorStorage(steps * self.envs, ndim=1 + (self.envs > 1), **options),
-            sampler=sampler,
+            storage=LazyTensorStorage(capacity, ndim=1 + (self.envs > 1), **once),
+            sampler=self.sampler(capacity),
             batch_size=32,
             n_steps=self.n_steps,
             gamma=GAMMA,
             end_keys=[("next", "done")],
             windows=dict(self.windows),
             generator=torch.Generator().manual_seed(self.random.randrange(1000)),
-            **self.options,
         )
 
     def number(self) -> int:
@@ -142,7 +149,7 @@ class History:
         new = [[self.step_of(env) for _ in range(n)] for env in range(self.envs)]
         for steps, rows in zip(self.envs_rows, new, strict=True):
             steps.rows += rows
-            steps.lost |= len(steps.rows) > self.steps
+            steps.gone |= len(steps.rows) > self.steps
             del steps.rows[: -self.steps]
         batch = torch.stack([self.batch_of(rows) for rows in new])
         self.buffer.extend(batch if self.envs > 1 else batch[0])
@@ -175,17 +182,21 @@ class History:
                 steps.rows[-1].last = True
 
     def empty(self) -> None:
-        """Forget all rows. What came before the next one is not known then."""
+        """Forget all rows."""
         self.buffer.empty()
         for steps in self.envs_rows:
-            steps.lost |= bool(steps.rows)
+            steps.emptied |= steps.gone or bool(steps.rows)
+            steps.gone = False
             steps.rows.clear()
 
     def load(self, folder: Path | None = None) -> None:
         """Go on with another buffer, of as much room or more."""
         if not self.buffer.initialized:
             return
-        self.steps += self.random.choice([0, 5])
+        more = self.random.choice([0, 5])
+        for steps in self.envs_rows:
+            steps.gone, steps.emptied, steps.capacity = steps.lost, steps.emptied and not more, steps.capacity + more
+        self.steps += more
         other = self.new(self.steps)
         if folder is None:
             other.load_state_dict(self.buffer.state_dict(), end_trajectories=False)
@@ -243,12 +254,17 @@ class History:
 
     @property
     def drawable(self) -> set[int]:
-        """The numbers of the rows that may be drawn: steps that are needed before them were not overwritten."""
-        past = self.buffer.parts.recipe.past
-        found = set()
+        """The numbers of the rows that may be drawn: steps that are needed before them were not overwritten.
+
+        A uniform sampler counts from the oldest row on, and always has the newest step; others look where trajectories
+        begin.
+        """
+        past, found = self.buffer.parts.recipe.past, set[int]()
         for steps in self.envs_rows:
-            oldest = min(past, len(steps.rows) - 1) if steps.lost else 0
-            found |= {row.number for row in steps.rows[oldest:]}
+            n, uniform = len(steps.rows), isinstance(self.buffer.sampler, RandomSampler)
+            needed = min(past, n - 1) if uniform else past
+            late = range(n) if not steps.lost else [i for i in range(n) if i >= needed or (not uniform and steps.first(i))]
+            found |= {steps.rows[i].number for i in late}
         return found
 
     def compare(self, batch: TensorDict) -> None:
@@ -271,6 +287,9 @@ class History:
         every = parts.reader.layout.assemble(tensors, (n,), None)
         assert set(every["row"].tolist()) == stored
         self.compare(every)
+        if not self.drawable:
+            assert not self.buffer.can_sample()
+            return
         batch = self.buffer.sample()
         assert batch.shape == (32,)
         assert set(batch["row"].tolist()) <= self.drawable

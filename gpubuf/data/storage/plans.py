@@ -214,6 +214,7 @@ class Readers:
                 *(bits, links, noise, rows.envs, recipe.n_steps, recipe.gamma, draws),
                 on_host=rows.placement.on_host(rows.shape[0]),
                 past=recipe.past,
+                windows=bool(recipe.windows),
             ),
         )
 

@@ -21,8 +21,8 @@ class Ring:
 
     Attributes:
         counters: int64 ``[4]``; see :mod:`gpubuf.kernels.rows`.
-        written: number of rows ever written (mirror). :meth:`empty` moves it on to a multiple of twice the capacity, and
-            rows that another ring has lost count as a round: see :func:`gpubuf.kernels.rows.has_lost`.
+        written: number of rows ever written (mirror). :meth:`empty` moves it on to a multiple of twice the capacity,
+            and rows that another ring has lost count as a round: see :func:`gpubuf.kernels.rows.has_lost`.
         skipped: how far ``written`` is ahead of the number of rows that users count.
         size: number of valid rows, at positions ``0 .. size - 1`` (mirror).
         replaced: how often the counters were set, for all rows were replaced.

@@ -262,16 +262,17 @@ def run_rows(record: Recorder) -> None:
         record.run(rows.sample, table, ring, rng, n, capacity, n_bytes)
         record.run(rows.extend, table, keys(n, n_keys, n_bytes), ring, n, capacity)
         record.run(rows.write, table, keys(n, n_keys, n_bytes), ring, index, capacity)
-    # Codecs alone; windows; observations stored once with random processing; and that in a huge storage.
+    # Codecs alone; transitions; observations stored once with random processing; windows; and all in a huge storage.
     index = ints(256)
-    for capacity, n_steps, links, noise in (
-        (stored, 1, None, None),
-        (stored, 3, None, None),
-        (stored, 3, ints(stored, dtype=torch.int32), rng),
-        (HUGE, 3, ints(HUGE, dtype=torch.int32), rng),
+    for capacity, n_steps, links, noise, windows in (
+        (stored, 1, None, None, False),
+        (stored, 3, None, None, False),
+        (stored, 3, ints(stored, dtype=torch.int32), rng, False),
+        (stored, 1, None, None, True),
+        (HUGE, 3, ints(HUGE, dtype=torch.int32), rng, True),
     ):
         table, ends = ints(8, rows.FIELD), ints(-(-capacity // 64))
-        how = (ends, links, noise, 1, n_steps, 0.99)
+        how = rows.Reading(ends, links, noise, 1, n_steps, 0.99, windows=windows)
         record.run(rows.gather, table, ring, index, capacity, 2**16, *how)
         record.run(rows.sample, table, ring, rng, 256, capacity, 2**16, *how)
     for n_keys, capacity in ((8, stored), (MAX_SOURCES, HUGE)):
