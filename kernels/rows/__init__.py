@@ -284,9 +284,11 @@ class Field:
 
     @property
     def _is_simple(self) -> bool:
-        """Whether elements of batches are those of rows, moved perhaps, or float32 sums of them, or steps as int64."""
-        if self.has_window:
-            return False
+        """Whether elements of batches are those of rows, moved perhaps, or float32 sums of them, or numbers of steps as
+        int64, or what is said of slots as bools.
+        """
+        if self.kind >= PADDED:
+            return self.batch == DTYPES.index(torch.bool)
         if self.kind == STEPS:
             return self.batch == _INTEGER_OF[8] and not self.mean
         summed = self.kind == SUM
