@@ -12,6 +12,7 @@ from gpubuf.data.processing.augment import Clip, Mirror, RandomShift
 from gpubuf.data.processing.reward_scale import RewardScale
 from gpubuf.data.processing.statistics import Normalize
 from gpubuf.data.samplers.base import RandomState, Sampler
+from gpubuf.data.samplers.laws import EmphasizeRecent, Geometric, Linear, Newest
 from gpubuf.data.samplers.online import OnlineFirst
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.prioritized_slices import PrioritizedSliceSampler
@@ -37,13 +38,17 @@ __all__ = [
     "Clip",
     "Codec",
     "Compose",
+    "EmphasizeRecent",
+    "Geometric",
     "Hindsight",
     "ImmutableDatasetWriter",
     "LazyMemmapStorage",
     "LazyTensorStorage",
+    "Linear",
     "Mirror",
     "MixedReplayBuffer",
     "MultiStepTransform",
+    "Newest",
     "Normalize",
     "OnlineFirst",
     "PrioritizedReplayBuffer",

@@ -167,6 +167,9 @@ DRAWN, LAST, NEXT, SUM, STEPS, PADDED, IS_FIRST, POSITION = range(8)
 REPEAT, ZERO, CROSS = range(3)
 """What stands in slots outside of a trajectory: values of :attr:`Field.outside`."""
 
+UNIFORM, GEOMETRIC, LINEAR, RECENT = range(4)
+"""By which law :data:`sample` draws: values of :attr:`Reading.law`."""
+
 IN_SUCCESSOR, LOST = 0, -1
 """Values of ``links`` that are no entry."""
 
@@ -351,6 +354,8 @@ class Reading(NamedTuple):
             (:func:`has_lost`), :data:`sample` does not draw the oldest ``past`` steps (but the newest step always).
         windows: whether a field has a window (:attr:`Field.has_window`). A GPU's launch can't see it in the fields, and
             takes another kernel then, or if there is a ``past``; a CPU does not look at it.
+        law: the probabilities of rows that :data:`sample` draws; see there.
+        numbers: float64 ``[2]``, a and b of the law; None: it needs none.
     """
 
     ends: Tensor | None = None
@@ -363,11 +368,13 @@ class Reading(NamedTuple):
     on_host: float = 0.0
     past: int = 0
     windows: bool = False
+    law: int = UNIFORM
+    numbers: Tensor | None = None
 
 
 _READING = (
     "Tensor? ends=None, Tensor? links=None, Tensor(b!)? noise=None, int envs=1, int n_steps=1, float gamma=1.0,"
-    " int draws=0, float on_host=0.0, int past=0, bool windows=False"
+    " int draws=0, float on_host=0.0, int past=0, bool windows=False, int law=0, Tensor? numbers=None"
 )
 
 
@@ -423,7 +430,17 @@ ring the CPU raises RuntimeError; a GPU counts a fault per row, reads zeros, and
 No draw is made for ``n`` = 0. ``reading`` as for :data:`gather`. No host sync.
 
 Where rows are left out for their ``past``, m are left and o is the oldest of them: draw ``i`` is
-``(o + min(floor(u_i * m), m - 1)) % capacity``.
+``(o + min(floor(u_i * m), m - 1)) % capacity``. A law takes m - 1 - r in place of the minimum, of a rank r that counts
+from the newest row:
+
+* ``GEOMETRIC``: r with probability in proportion to ``exp(a * r)``, of a < 0:
+  ``floor(log(1 - u * (1 - exp(a * m))) / a)``, at most m - 1;
+* ``LINEAR``: to m - r. It has ``t = min(floor(u * T), T - 1)`` of ``T = m * (m + 1) / 2`` units below it, of which the
+  k-th oldest row has k: p is the largest number with ``p * (p + 1) / 2 <= t``, and ``r = m - 1 - p``;
+* ``RECENT``: uniform among the newest ``c = min(max(floor(max(exp(a) * m, b)), 1), m)``: ``min(floor(u * c), c - 1)``.
+
+Logarithms and exponentials are those of the device: where they are rounded in another way, a draw in some billions is a
+neighbour.
 """
 
 extend = define(

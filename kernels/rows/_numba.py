@@ -68,6 +68,8 @@ def read(
     addresses = _addresses(targets)
     before: tuple[Any, ...] = (table.data_ptr(), len(targets), ring.data_ptr(), _address(rng), index.data_ptr())
     after: tuple[Any, ...] = (n, capacity, addresses.buffer_info()[0], generation.data_ptr())
+    if len(reading) == len(Reading._fields) and reading[-2]:
+        return _cpu.read(table, ring, rng, given, n, capacity, targets, reading)
     if table.shape[1] == ENTRY:
         how = None
         results = call_in_parts(_copy_batch, before, n, after)

@@ -85,6 +85,13 @@ _TOGETHER = 1024
 
 
 @jit(forceinline=True)
+def _has_lost(written, size, capacity):  # type: ignore[no-untyped-def]
+    """:func:`gpubuf.kernels.rows.has_lost`."""
+    ahead = written - size
+    return ahead > 0 and (size == capacity or ahead % (2 * capacity) != 0)
+
+
+@jit(forceinline=True)
 def _find_positions(  # type: ignore[no-untyped-def]
     ring, rng_address, index_address, first, n, capacity, left_out, position
 ):  # fmt: skip
@@ -328,7 +335,7 @@ def _find_slots(  # type: ignore[no-untyped-def]
                 at_step, _ = divided(row, envs)
                 until = newest - at_step if at_step <= newest else newest - at_step + steps
                 if until == stored - 1:
-                    row = written == size
+                    row = not _has_lost(written, size, capacity)
                 else:
                     row = ends != 0 and _since_end(ends, steps, envs, env, at_step, 1) == 0
             place[at] = row
@@ -401,7 +408,7 @@ def read_batch(  # type: ignore[no-untyped-def]
     """
     ring = carray(as_i64(ring_address), 4)
     written, size, at = ring[WRITTEN], ring[SIZE], generation_address + 8 * first
-    left_out = min(past * envs, size - envs) if written > size else 0
+    left_out = min(past * envs, size - envs) if _has_lost(written, size, capacity) else 0
     position = carray(as_i64(at), n)
     if not _find_positions(ring, rng_address, index_address, first, n, capacity, left_out, position):
         return REFUSED

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gpubuf.data.recording import at_replays, current
 from gpubuf.data.samplers.base import Drawn, RandomState, Sampler
+from gpubuf.data.samplers.laws import Law
 from gpubuf.data.samplers.shards import Shards
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.storage.end_bits import Signal
@@ -18,7 +19,6 @@ from gpubuf.data.storage.layout import RowLayout
 from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.plan import Recipe, RowPlan
 from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.kernels.rows import SIZE, has_lost
 from gpubuf.kernels.trajectories import Rule
 
 
@@ -128,6 +128,8 @@ class RandomSampler(Sampler):
     launch, and copied by another.
 
     Args:
+        law: how often rows of each age are drawn: :class:`Geometric`, :class:`Linear`, :class:`Newest` or
+            :class:`EmphasizeRecent` of :mod:`gpubuf.data.samplers.laws`. None: all rows equally often.
         replacement: False makes a :class:`SamplerWithoutReplacement` of the other arguments.
         process_group: ranks that hold a shard each. Every batch then has ``"priority_weight"``, float32: the number of
             rows of this rank's shard, divided by the mean of the ranks' (docs/scale.md). One all-gather of 24 bytes per
@@ -135,16 +137,33 @@ class RandomSampler(Sampler):
 
     Raises:
         TypeError: ``process_group`` is none, or this process is not one of its ranks.
+        ValueError: there are a law and a process group: weights of ranks are those of uniform draws.
     """
 
     without_replacement = SamplerWithoutReplacement
     drawn_state = ()
-    settings = ()
+    settings = ("law",)
 
-    def __init__(self, *, replacement: bool = True, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, *, law: Law | None = None, replacement: bool = True, process_group: dist.ProcessGroup | None = None
+    ) -> None:
         super().__init__()
         self.require_replacement(replacement)
-        self.shards = Shards.of(process_group)
+        if law is not None and process_group is not None:
+            raise ValueError("law and process_group exclude each other: weights of ranks are those of uniform draws")
+        self.law, self.shards = law, Shards.of(process_group)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'' if self.law is None else f'law={self.law}'})"
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        """Raise for a law with windows that must be whole, of which the trajectory index draws each equally often.
+
+        Raises:
+            ValueError: so it is.
+        """
+        if recipe.whole and self.law is not None:
+            raise ValueError(f"law={self.law} can't be used with windows that have outside='skip'")
 
     # Draws rows whose windows are whole; None: all rows are drawn.
     _whole: _WholeWindows | None = None
@@ -163,26 +182,15 @@ class RandomSampler(Sampler):
     def memory(self) -> IndexBytes:
         return super().memory() + (self._whole.memory() if self._whole else IndexBytes())
 
-    @property
-    def _left_out(self) -> Tensor | int:
-        """How many of the oldest rows are not drawn."""
-        past, (written, size) = self.reader.recipe.past, self.storage.ring.counters[: SIZE + 1]
-        if not past:
-            return 0
-        envs = self.storage.rows.envs
-        lost = has_lost(written, size, self.storage.max_size)
-        return torch.where(lost, (size - envs).clamp(max=past * envs), 0)
-
     def _weights(self, n: int) -> dict[Any, Tensor]:
         """The info of ``n`` rows."""
         if not self.shards:
             return {}
-        counters = self.storage.ring.counters
-        mass = self._whole.trajectory_index.total if self._whole else counters[SIZE] - self._left_out
+        mass = self._whole.trajectory_index.total if self._whole else self.reader.count_drawn()
         return {"priority_weight": self.shards.weights(mass, n)}
 
     def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
-        """Uniform positions. No host sync.
+        """Positions, with equal probabilities or by the law. No host sync.
 
         Raises:
             RuntimeError: no window is whole (CPU).
@@ -191,15 +199,7 @@ class RandomSampler(Sampler):
         random = self.random_state(storage.device)
         if self._whole:
             return self._whole.rows(n, random), info
-        # The device's count: in a CUDA graph the host's would stay that of the capture.
-        written, size = storage.ring.counters[: SIZE + 1]
-        left_out = self._left_out
-        kept = size - left_out
-        rows = torch.minimum((random.uniform(n) * kept).to(torch.int64), kept - 1)
-        if isinstance(left_out, Tensor):
-            # From the oldest row that is left; row 0 if that is all.
-            rows = rows.add_(torch.where(left_out > 0, written - kept, 0)).remainder_(storage.max_size)
-        return rows, info
+        return self.reader.draw(random.uniform(n), self.law), info
 
     def draw(self, n: int) -> Drawn:
         """Choose and gather in one launch. No host sync."""
@@ -210,7 +210,7 @@ class RandomSampler(Sampler):
         random = self._random
         if not random or current.recording:
             random = self.random_state(self.reader.device)
-        tensors, index, generation = self.reader.sample_uniform(random.state, n)
+        tensors, index, generation = self.reader.sample_uniform(random.state, n, self.law)
         return Drawn(tensors, index, generation, info)
 
     def can_sample(self, storage: TensorStorage, batch_size: int) -> bool:
