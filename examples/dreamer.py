@@ -19,6 +19,7 @@ model, which suit continuous actions.
 """
 
 import argparse
+import copy
 
 import gymnasium as gym
 import torch
@@ -35,6 +36,7 @@ from gpubuf.modules import MLP, TanhNormal
 GROUPS, CLASSES, HIDDEN = 8, 8, 128
 SIZE = HIDDEN + GROUPS * CLASSES  # of a state: what the cell remembers, and one class of each group
 REWARD = 8.0  # rewards of a pendulum lie in -16 .. 0
+DISCOUNT = 0.97
 
 
 def parse() -> argparse.Namespace:
@@ -43,8 +45,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--envs", type=int, default=4, help="environments (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=250, help="steps with random actions (default: %(default)s)")
     parser.add_argument("--window", type=int, default=32, help="steps of a window (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=16, help="windows in a batch (default: %(default)s)")
-    parser.add_argument("--horizon", type=int, default=15, help="imagined steps (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=8, help="windows in a batch (default: %(default)s)")
+    parser.add_argument("--horizon", type=int, default=10, help="imagined steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
@@ -93,6 +95,8 @@ class Agent(nn.Module):
         super().__init__()
         self.model, self.horizon = WorldModel(obs_dim, action_dim), horizon
         self.actor, self.critic = MLP(SIZE, 2 * action_dim, (HIDDEN, HIDDEN)), MLP(SIZE, 1, (HIDDEN, HIDDEN))
+        # Follows the critic slowly, and judges what is imagined: the policy's gradient must not reach the critic.
+        self.judge = copy.deepcopy(self.critic).requires_grad_(False)
 
     def policy(self, state: Tensor) -> TanhNormal:
         loc, scale = self.actor(state).chunk(2, -1)
@@ -112,9 +116,7 @@ class Agent(nn.Module):
         dynamics = kl_divergence(classes(posterior.detach()), classes(prior)).clamp(min=1.0).mean()
         representation = kl_divergence(classes(posterior), classes(prior.detach())).clamp(min=1.0).mean()
         reward = self.model.reward(torch.cat([found, batch["action"][:, 1:]], -1))
-        told = mse_loss(self.model.observation(found), seen) + mse_loss(
-            reward, batch["next", "reward"][:, 1:] / REWARD
-        )
+        told = mse_loss(self.model.observation(found), seen) + mse_loss(reward, batch["next", "reward"][:, 1:] / REWARD)
         return told + 0.1 * (0.5 * dynamics + 0.1 * representation), found
 
     def behaviour_loss(self, state: Tensor) -> Tensor:
@@ -126,10 +128,10 @@ class Agent(nn.Module):
             entropies.append(-policy.log_prob(action))
             rewards.append(self.model.reward(torch.cat([states[-1], action], -1)).squeeze(-1))
             states.append(self.model.imagine(states[-1], action))
-        values = self.critic(torch.stack(states)).squeeze(-1)
+        values = self.judge(torch.stack(states)).squeeze(-1)
         found, returns = values[-1], []
         for reward, value in zip(rewards[::-1], values[1:].flip(0), strict=True):
-            found = reward + 0.99 * (0.05 * value + 0.95 * found)
+            found = reward + DISCOUNT * (0.05 * value + 0.95 * found)
             returns.append(found)
         target, seen = torch.stack(returns[::-1]), torch.stack(states[:-1]).detach()
         critic = mse_loss(self.critic(seen).squeeze(-1), target.detach())
@@ -139,13 +141,11 @@ class Agent(nn.Module):
 def main(args: argparse.Namespace) -> list[float]:
     """Trains, and returns the return of every episode."""
     torch.manual_seed(args.seed)
-    env = gym.make_vec(
-        "Pendulum-v1", args.envs, vector_kwargs={"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
-    )
+    env = gym.make_vec("Pendulum-v1", args.envs, vector_kwargs={"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP})
     agent = Agent(3, 1, args.horizon).to(args.device)
     actors = [agent.actor, agent.critic]
     world = torch.optim.Adam(agent.model.parameters(), 1e-3, capturable=args.device != "cpu")
-    behaviour = torch.optim.Adam(nn.ModuleList(actors).parameters(), 3e-4, capturable=args.device != "cpu")
+    behaviour = torch.optim.Adam(nn.ModuleList(actors).parameters(), 1e-3, capturable=args.device != "cpu")
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(args.envs * args.steps, ndim=2, device=args.device),
         sampler=OnlineFirst(RandomSampler(), every=args.window),
@@ -165,6 +165,7 @@ def main(args: argparse.Namespace) -> list[float]:
         agent.behaviour_loss(states.detach().flatten(0, 1)).backward()
         nn.utils.clip_grad_norm_(nn.ModuleList(actors).parameters(), 100.0)
         behaviour.step()
+        torch._foreach_lerp_([*agent.judge.parameters()], [*agent.critic.parameters()], 0.02)
         rows = TensorDict({"state": states.detach()}, states.shape[:2])
         index, generation = batch["rows", "index"][:, 1:], batch["rows", "index_generation"][:, 1:]
         buffer.update_if_present(index, rows, generation=generation)
