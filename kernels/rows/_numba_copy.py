@@ -27,7 +27,7 @@ def row_address(entry, position):  # type: ignore[no-untyped-def]
 
 @jit(forceinline=True)
 def forward(row, by, capacity):  # type: ignore[no-untyped-def]
-    """The row ``by`` rows after, ``by`` up to the capacity."""
+    """The row ``by`` rows after, ``by`` up to the capacity; below 0 if it is before row 0."""
     return row + by if row + by < capacity else row + by - capacity
 
 

@@ -105,10 +105,12 @@ def _find_positions(  # type: ignore[no-untyped-def]
         if size == 0:
             return False
         seed, offset = rng[SEED], rng[OFFSET] + first
-        oldest = (ring[WRITTEN] - size + left_out) % capacity if left_out > 0 else 0
+        oldest = (ring[WRITTEN] - size + left_out) % capacity
         size -= left_out
         for i in range(n):
-            row = forward(oldest, min(int(philox_uniform_f64(seed, offset + i) * size), size - 1), capacity)
+            row = min(int(philox_uniform_f64(seed, offset + i) * size), size - 1)
+            if left_out > 0:
+                row = forward(oldest, row, capacity)
             index[i] = row
             position[i] = row
         return True
@@ -322,8 +324,8 @@ def _find_slots(  # type: ignore[no-untyped-def]
                 ahead = _to_first_end(ends, steps, envs, env, step, ahead + 1) - 1
         for w in range(window):
             offset, at = first + w * by, i * window + w
-            row = rows[i] + min(max(offset, -behind), ahead) * envs
-            row += capacity if row < 0 else (-capacity if row >= capacity else 0)
+            row = forward(rows[i], min(max(offset, -behind), ahead) * envs, capacity)
+            row = row if row >= 0 else row + capacity
             own = kind == NEXT and offset < -behind
             beyond[at] = offset < -behind - (kind == NEXT) or offset > ahead
             if kind == NEXT and not own:
