@@ -446,7 +446,7 @@ def _ranks(uniforms: Tensor, kept: Tensor, how: Reading) -> Tensor:
     if how.law == GEOMETRIC:
         rank = ((1 - uniforms * (1 - (a * kept).exp())).log() / a).long().minimum(kept - 1)
         return rank
-    among = (a.exp() * kept).maximum(b).long().clamp(min=1).minimum(kept)
+    among = (a.exp() * kept).maximum(b).minimum(kept.double()).long().clamp(min=1)
     rank = (uniforms * among).long().minimum(among - 1)
     return rank
 
@@ -488,10 +488,8 @@ def _pieces(
 ) -> tuple[Tensor, list[Tensor]]:
     """An arena for a batch of ``n`` rows, and each key's piece of it, ``[n, width]``. It checks arguments."""
     check_storage(table, ring, capacity)
-    plain = table.shape[1] == ENTRY
-    if not plain:
-        check_reading(Reading(*reading), capacity)
-    widths = table[:, ROW_BYTES if plain else BATCH_BYTES].tolist()
+    check_reading(Reading(*reading), capacity)
+    widths = table[:, ROW_BYTES if table.shape[1] == ENTRY else BATCH_BYTES].tolist()
     offsets, size = arena_offsets(widths, n)
     if size != arena_bytes:
         raise ValueError(f"an arena of {arena_bytes} bytes does not fit {n} rows of {widths} bytes")

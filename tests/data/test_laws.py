@@ -20,20 +20,21 @@ def emphasized(progress):
     return law
 
 
+def newest(n, count):
+    return [float(rank < count) for rank in range(n)]
+
+
 #: Each law, and the parts of ``n`` rows, the newest first.
 LAWS = {
     "geometric": (lambda: Geometric(0.9), lambda n: [0.9**rank for rank in range(n)]),
     "nearly uniform": (lambda: Geometric(1 - 1e-12), lambda n: [1.0] * n),
     "steep": (lambda: Geometric(1e-3), lambda n: [1e-3**rank for rank in range(n)]),
     "linear": (Linear, lambda n: [n - rank for rank in range(n)]),
-    "newest": (lambda: Newest(5), lambda n: [float(rank < 5) for rank in range(n)]),
+    "newest": (lambda: Newest(5), lambda n: newest(n, 5)),
     "more than there are": (lambda: Newest(10**9), lambda n: [1.0] * n),
     "all are emphasized": (lambda: emphasized(0.0), lambda n: [1.0] * n),
-    "half of the way": (lambda: emphasized(0.5), lambda n: [float(rank < max(int(0.999**500 * n), 4)) for rank in range(n)]),
-    "emphasis at its end": (
-        lambda: emphasized(1.0),
-        lambda n: [float(rank < max(int(0.999**1000 * n), 4)) for rank in range(n)],
-    ),
+    "half of the way": (lambda: emphasized(0.5), lambda n: newest(n, max(int(0.999**500 * n), 4))),
+    "emphasis at its end": (lambda: emphasized(1.0), lambda n: newest(n, max(int(0.999**1000 * n), 4))),
 }
 
 
