@@ -364,7 +364,7 @@ def _find_slots(  # type: ignore[no-untyped-def]
                 at_step, _ = divided(row, envs)
                 until = newest - at_step if at_step <= newest else newest - at_step + steps
                 if until == stored - 1:
-                    row = written == size
+                    row = not lost_rows(written, size, capacity)
                 else:
                     row = ends != 0 and _since_end(ends, steps, envs, env, at_step, 1) == 0
             place[at] = row

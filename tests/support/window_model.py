@@ -201,7 +201,7 @@ class History:
         if folder is None:
             other.load_state_dict(self.buffer.state_dict(), end_trajectories=False)
         else:
-            self.buffer.save(folder, overwrite=True)
+            self.buffer.save(folder)
             other.load(folder, end_trajectories=False)
         self.buffer = other
 
