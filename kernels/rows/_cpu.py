@@ -430,6 +430,11 @@ def drawn_rows(uniforms: Tensor, ring: Tensor, capacity: int, how: Reading) -> T
     return ((uniforms * kept).long().minimum(kept - 1) + oldest).remainder_(capacity)
 
 
+def geometric_ranks(uniforms: Tensor, count: Tensor, a: Tensor | float) -> Tensor:
+    """Of ``count`` ranks from 0 on one for each uniform, with probabilities in proportion to ``exp(a * rank)``."""
+    return ((1 - uniforms * (1 - (a * count.double()).exp())).log() / a).long().minimum(count - 1)
+
+
 def _ranks(uniforms: Tensor, kept: Tensor, how: Reading) -> Tensor:
     """Ranks by a law, among so many rows: 0 is the newest."""
     rank: Tensor
@@ -444,8 +449,7 @@ def _ranks(uniforms: Tensor, kept: Tensor, how: Reading) -> Tensor:
     assert how.numbers is not None
     a, b = how.numbers
     if how.law == GEOMETRIC:
-        rank = ((1 - uniforms * (1 - (a * kept).exp())).log() / a).long().minimum(kept - 1)
-        return rank
+        return geometric_ranks(uniforms, kept, a)
     among = (a.exp() * kept).maximum(b).minimum(kept.double()).long().clamp(min=1)
     rank = (uniforms * among).long().minimum(among - 1)
     return rank
