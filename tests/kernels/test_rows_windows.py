@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from gpubuf.kernels import philox, rows
-from gpubuf.kernels.rows import CROSS, DRAWN, IS_FIRST, LAST, MAX_REACH, NEXT, PADDED, REPEAT, SUM, ZERO
+from gpubuf.kernels.rows import CROSS, DRAWN, IS_FIRST, LAST, MAX_REACH, NEXT, PADDED, POSITION, REPEAT, SUM, ZERO
 from gpubuf.kernels.rows import _cpu as plain
 from tests.contracts import on_both
 from tests.contracts.rows import Spec, Store, assert_same, expected_batch
@@ -37,6 +37,7 @@ def windows(window: int, first: int, step: int = 1) -> tuple[Spec, ...]:
         of: dict[str, Any] = {"window": window, "first": first, "step": step, "outside": outside, "writes": False}
         found += [Spec(3, DRAWN, of=0, **of), Spec(2, LAST, of=0, **of), Spec(2, NEXT, of=0, **of)]
         found += [Spec(1, kind, torch.bool, **of) for kind in (PADDED, IS_FIRST)]
+        found += [Spec(1, POSITION, torch.int64, **of)]
         found += [Spec(1, PADDED, torch.uint8, batch=torch.float32, **of)]
         found += [Spec(1, DRAWN, torch.complex64, of=6, **of)]
         found += [Spec(3, LAST, torch.float16, torch.float32, of=5, normalised=outside == ZERO, low=-1.0, **of)]
@@ -115,6 +116,7 @@ def test_every_window_of_small_rings(backend, steps):
     of = [{"window": 2 * steps + 3, "first": -steps - 1, "outside": way, "writes": False} for way in range(3)]
     specs = [Spec(1, stored=torch.int64), *(Spec(1, DRAWN, torch.int64, of=0, **one) for one in of)]
     specs += [Spec(1, kind, torch.bool, **one) for kind in (PADDED, IS_FIRST) for one in of]
+    specs += [Spec(1, POSITION, torch.int64, **one) for one in of]
     store = Store(specs, steps)
     store.columns[0].parts[0].view(torch.int64)[:, 0] = torch.arange(1, steps + 1)
     for written, pattern in itertools.product(cursors, patterns):
@@ -137,6 +139,7 @@ def test_windows_over_words(backend, steps, reach, envs):
     specs = [Spec(1, stored=torch.int64)]
     specs += [Spec(1, DRAWN, torch.int64, of=0, outside=way, **wide) for way in (REPEAT, ZERO)]
     specs += [Spec(1, kind, torch.bool, **wide) for kind in (PADDED, IS_FIRST)]
+    specs += [Spec(1, POSITION, torch.int64, **wide)]
     store = Store(specs, steps * envs, envs, written=(steps + steps // 2) * envs)
     store.columns[0].parts[0].view(torch.int64)[:, 0] = torch.arange(store.capacity)
     for seed, ends in enumerate((1, 3, 7)[: 3 if backend == "numba" and steps < 1000 else 1]):
@@ -211,7 +214,7 @@ def test_an_empty_ring(backend, past):
 
 @pytest.mark.parametrize("bad", [pytest.param(9, marks=pytest.mark.gate), -10, 2**40])
 def test_rows_out_of_range(backend, bad):
-    """All slots are zeros on a GPU, also what is said of them."""
+    """All slots are zeros on a GPU, also what is said of them, and their positions -1."""
     store = filled(windows(4, -3), 9, 1, (9, 3), 2, "plain")
     index, noise = torch.tensor([1, bad, 4]), store.noise.clone()
     if backend == "numba":
@@ -221,7 +224,8 @@ def test_rows_out_of_range(backend, bad):
         return
     expected = expected_batch(store, [1, 0, 4], 2)
     for field in expected:
-        field[1] = 0
+        # Of positions alone.
+        field[1] = -1 if field.dtype is torch.int64 else 0
     found, generation = store.gather(index, 2)
     assert_same(found, expected)
     assert generation.tolist() == [2, -1, 1]
@@ -294,7 +298,7 @@ FAULTS = (
     ("padding reads a step too far", GPU, "room = tl.minimum(far, room)", "room = tl.minimum(far, room + 1)"),
     ("the oldest row is said to begin one", GPU, "1 - has_lost, place", "1, place"),
     ("ends are looked for from a step too late", "rows._triton:steps_to_end", "63 - nearest", "64 - nearest"),
-    ("all rows are drawn", "rows._cpu:_drawable", "size - left_out, ", "size, "),
+    ("all rows are drawn", "rows._cpu:kept_rows", "size - left_out", "size"),
     ("the newest rows are not drawn", "rows._triton:load_positions", "forward(position, oldest, capacity)", "position"),
 )
 
