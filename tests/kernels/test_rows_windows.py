@@ -298,7 +298,7 @@ FAULTS = (
     ("padding reads a step too far", GPU, "room = tl.minimum(far, room)", "room = tl.minimum(far, room + 1)"),
     ("the oldest row is said to begin one", GPU, "1 - has_lost, place", "1, place"),
     ("ends are looked for from a step too late", "rows._triton:steps_to_end", "63 - nearest", "64 - nearest"),
-    ("all rows are drawn", "rows._cpu:kept_rows", "size - left_out", "size"),
+    ("all rows are drawn", "rows._cpu:drawn_rows", "kept_rows(ring, capacity, how)", "ring[SIZE]"),
     ("the newest rows are not drawn", "rows._triton:load_positions", "forward(position, oldest, capacity)", "position"),
 )
 
