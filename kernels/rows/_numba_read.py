@@ -463,9 +463,9 @@ def read_batch(  # type: ignore[no-untyped-def]
     if all_simple and not simple:
         return NOT_SIMPLE
     together = min(n, max(_TOGETHER // widest, 1))
-    slot, beyond = np.empty(slots, np.int64), np.empty(slots, np.bool_)
-    length, last = np.empty(together, np.int64), np.empty(together, np.int64)
-    place = np.empty(together if has_next else 0, np.int64)
+    memory = np.empty(3 * together + 2 * slots, np.int64)
+    length, last, place = memory[:together], memory[together : 2 * together], memory[2 * together : 3 * together]
+    slot, beyond = memory[3 * together : 3 * together + slots], memory[3 * together + slots :]
     for start in range(0, n, together):
         count = min(together, n - start)
         drawn = carray(as_i64(at + 8 * start), count)
