@@ -241,6 +241,10 @@ def update_eligible(
     sizes = (n_rows, n_rows // envs, edge, need, before, past, run, steps, envs)
     programs = cdiv(run, ELIGIBLE_WORDS)
     how = {"LEVELS": len(bit_levels(steps, envs)), "STARTS_TOO": starts_too, "LOOKS_BACK": before + past > 0}
-    how["BLOCK_WORDS"] = ELIGIBLE_WORDS
-    launch(writers.trajectories_update_eligible_kernel, programs, eligible, ends, ring, rows, *sizes, **how)
+    # Two searches would spill some, unless a compiler of today is told that they are there.
+    registers = all_registers(4) if before + past else None
+    launch(
+        writers.trajectories_update_eligible_kernel, programs, eligible, ends, ring, rows, *sizes,
+        maxnreg=registers, **how, BLOCK_WORDS=ELIGIBLE_WORDS,
+    )  # fmt: skip
     return rows

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from gpubuf.data.recording import at_replays
 from gpubuf.kernels.rows import GEOMETRIC, LINEAR, RECENT, Reading
 
 
@@ -132,6 +133,7 @@ class EmphasizeRecent(Law):
         if isinstance(value, Tensor):
             self.numbers[0].copy_(value.detach().reshape(()) * scale)
         else:
+            at_replays().refuse("progress is set to a number, which would stay: set it to a tensor on the device")
             self.numbers[0].fill_(value * scale)
 
     def __repr__(self) -> str:
