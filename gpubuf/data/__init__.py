@@ -18,6 +18,7 @@ from gpubuf.data.samplers.slices import SliceSampler, SliceSamplerWithoutReplace
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
 from gpubuf.data.samplers.uniform import RandomSampler, SamplerWithoutReplacement
+from gpubuf.data.stacks import FrameStack
 from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.memmap import LazyMemmapStorage
 from gpubuf.data.storage.schema import Codec
@@ -36,6 +37,7 @@ __all__ = [
     "Clip",
     "Codec",
     "Compose",
+    "FrameStack",
     "Hindsight",
     "ImmutableDatasetWriter",
     "LazyMemmapStorage",
