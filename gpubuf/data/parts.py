@@ -143,7 +143,7 @@ class Parts:
             self.intake.serve(self.writes, self.recipe, in_order=in_order)
         reader = self._reader_of(storage)
         for stack in stacks_of(self.transform):
-            stack.attach(storage, self.recipe, self.time_dim)
+            stack.attach(self.operation, storage, self.recipe, self.time_dim)
         writer.attach(sampler, self.recipe, self.relabel)
         if self.relabel is not None:
             self.relabel.check_recipe(self.recipe, self.pipeline.process)
@@ -228,7 +228,7 @@ class Parts:
         rest, recipe = without_multi_steps(transform, self.recipe)
         recipe = recipe if invert else with_stacks(recipe, rest)
         for stack in [] if invert else stacks_of(rest):
-            stack.attach(self.storage, recipe, self.time_dim)
+            stack.attach(self.operation, self.storage, recipe, self.time_dim)
         pipeline = self.pipeline if invert else with_statistics(self.pipeline, transform)
         if pipeline is not self.pipeline:
             recipe = replace(recipe, processing=pipeline or None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, get_args
@@ -9,6 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from gpubuf.data.operation import Operation
 from gpubuf.data.processing.base import as_keys
 from gpubuf.data.recording import at_replays, host_can_read
 from gpubuf.data.storage.containers import Data
@@ -79,13 +81,14 @@ class FrameStack:
             raise ValueError(f"padding must be one of {get_args(Padding)}, got {padding!r}")
         self.keys = as_keys(keys)
         self.frames, self.dim, self.padding, self.next_too = frames, dim, padding, next_too
+        self._owner: Callable[[], Any] = _nobody
         self._storage: Any = None
         self._reader: Any = None
         self._recipe, self._time_dim = Recipe(), 0
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Without the buffer: a copy of that attaches its own."""
-        return {**vars(self), "_storage": None, "_reader": None}
+        return _copy, (list(self.keys), self.frames, self.dim, self.padding, self.next_too)
 
     @property
     def windows(self) -> dict[Key, Window]:
@@ -110,18 +113,21 @@ class FrameStack:
             raise ValueError(f"{self!r} makes the windows of {taken}, and windows has these, too")
         return replace(recipe, windows={**dict(recipe.windows), **self.windows})
 
-    def attach(self, storage: TensorStorage, recipe: Recipe, time_dim: int) -> None:
-        """Compare writes with the rows of a storage, whose batches are made by ``recipe``. See ``dim_extend``.
+    def attach(self, operation: Operation, storage: TensorStorage, recipe: Recipe, time_dim: int) -> None:
+        """Compare writes with the rows of the storage of a buffer, whose batches are made by ``recipe``.
 
         Raises:
-            ValueError: the rows can't be stacks: see the class.
+            ValueError: the rows can't be stacks: see the class. Or it is that of another buffer.
         """
+        if self._owner() not in (None, operation):
+            raise ValueError(f"{self!r} is part of another buffer: make one for each")
         options = storage.allocation.options
         converted = [as_written(key) for key in self.windows if key in options.keys or key[1:] in options.keys]
         if converted:
             raise ValueError(f"{self!r} gives stacks back bit for bit: take {converted} out of dtypes and batch_dtypes")
         if storage.marks.by_writers:
             raise ValueError(f"{self!r} compares rows in their order, which those of several writers don't have")
+        self._owner = weakref.ref(operation)
         self._storage, self._recipe, self._time_dim = storage, recipe, time_dim
         self._reader: RowPlan = storage.readers.of(replace(recipe, n_steps=1, processing=None))
 
@@ -133,15 +139,25 @@ class FrameStack:
 
     def __call__(self, data: Data) -> Data:
         """Put the frames of a batch along their dimension: views."""
-        if self.dim == 0:
-            return data
-        layout = self._storage.written_layout
-        for key in self.windows:
+        for key in self.windows if self.dim else ():
             value = _get(data, key)
             if value is not None:
-                dims = len(layout.leaves[layout.position(key)].shape)
-                _set(data, key, value.movedim(-dims, self.dim - dims * (self.dim >= 0)))
+                layout = self._storage.written_layout
+                _set(data, key, self._along(value, len(layout.leaves[layout.position(key)].shape)))
         return data
+
+    def _along(self, value: Tensor, dims: int | None = None) -> Tensor:
+        """``value`` with its frames along their dimension, where they are along the first of ``dims``."""
+        dims = value.dim() - 1 if dims is None else dims
+        return value.movedim(-dims, self.dim - dims * (self.dim >= 0))
+
+    def read(self, key: Key, index: Tensor) -> Tensor:
+        """The stacks of a key at flat positions, int64 ``[n]``, whatever ``n_steps`` is. No host sync.
+
+        Of the oldest rows of a full ring, whose older frames are gone, they begin with padding.
+        """
+        stacks: Tensor = self._reader.gather_key(self._reader.layout.position(key), index)
+        return self._along(stacks)
 
     # Writing
 
@@ -255,16 +271,19 @@ class FrameStack:
 
     def _refuse(self, found: list[_Differs]) -> None:
         """Raise for the first row that differs; what only a GPU can tell is counted there."""
-        storage, wrong = self._storage, list[tuple[int, int, Key]]()
-        for rows, start, key in found:
+        storage, wrong, unseen = self._storage, list[tuple[int, int, int]](), list[Tensor]()
+        for number, (rows, start, _) in enumerate(found):
             if storage.initialized and not host_can_read(rows):
-                storage.ring.counters[FAULTS].add_(rows.sum().to(storage.device))
+                unseen.append(rows)
             elif bool(rows.any()):
                 step, env = rows.nonzero()[0].tolist()
-                wrong.append((start + step, env, key))
+                wrong.append((start + step, env, number))
         if not wrong:
+            for rows in unseen:
+                storage.ring.counters[FAULTS].add_(rows.sum().to(storage.device))
             return
-        step, env, key = min(wrong)
+        step, env, number = min(wrong)
+        key = found[number].key
         where = f"row {step}" + (f" of environment {env}" if found[0].rows.shape[1] > 1 else "")
         raise ValueError(
             f"{where}: {as_written(key)!r} is no stack that {self!r} can give back. "
@@ -276,6 +295,14 @@ class FrameStack:
             )
             + ". Nothing is written. Call end_trajectories() where an episode is left without a flag"
         )
+
+
+def _nobody() -> None:
+    """The owner of what is part of no buffer."""
+
+
+def _copy(keys: Any, frames: int, dim: int, padding: Padding, next_too: bool) -> FrameStack:
+    return FrameStack(keys, frames, dim=dim, padding=padding, next_too=next_too)
 
 
 def _unlike(one: Tensor, two: Tensor) -> Tensor:
