@@ -15,7 +15,7 @@ from gpubuf.data.processing.base import as_keys
 from gpubuf.data.recording import at_replays, host_can_read
 from gpubuf.data.storage.containers import Data
 from gpubuf.data.storage.layout import Key, as_written
-from gpubuf.data.storage.plan import Recipe, RowPlan
+from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.schema import NEXT_KEY, default_ends
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.storage.windows import Window
@@ -129,7 +129,7 @@ class FrameStack:
             raise ValueError(f"{self!r} compares rows in their order, which those of several writers don't have")
         self._owner = weakref.ref(operation)
         self._storage, self._recipe, self._time_dim = storage, recipe, time_dim
-        self._reader: RowPlan = storage.readers.of(replace(recipe, n_steps=1, processing=None))
+        self._reader = storage.readers.of(replace(recipe, n_steps=1, processing=None))
 
     def __repr__(self) -> str:
         keys = [as_written(key) for key in self.keys]
