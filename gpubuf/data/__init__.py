@@ -12,6 +12,7 @@ from gpubuf.data.processing.augment import Clip, Mirror, RandomShift
 from gpubuf.data.processing.reward_scale import RewardScale
 from gpubuf.data.processing.statistics import Normalize
 from gpubuf.data.samplers.base import RandomState, Sampler
+from gpubuf.data.samplers.laws import EmphasizeRecent, Geometric, Linear, Newest
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.prioritized_slices import PrioritizedSliceSampler
 from gpubuf.data.samplers.slices import SliceSampler, SliceSamplerWithoutReplacement
@@ -37,14 +38,18 @@ __all__ = [
     "Clip",
     "Codec",
     "Compose",
+    "EmphasizeRecent",
     "FrameStack",
+    "Geometric",
     "Hindsight",
     "ImmutableDatasetWriter",
     "LazyMemmapStorage",
     "LazyTensorStorage",
+    "Linear",
     "Mirror",
     "MixedReplayBuffer",
     "MultiStepTransform",
+    "Newest",
     "Normalize",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",

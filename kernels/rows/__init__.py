@@ -167,6 +167,9 @@ DRAWN, LAST, NEXT, SUM, STEPS, PADDED, IS_FIRST = range(7)
 REPEAT, ZERO, CROSS = range(3)
 """What stands in slots outside of a trajectory: values of :attr:`Field.outside`."""
 
+UNIFORM, GEOMETRIC, LINEAR, RECENT = range(4)
+"""By which law :data:`sample` draws: values of :attr:`Reading.law`."""
+
 IN_SUCCESSOR, LOST = 0, -1
 """Values of ``links`` that are no entry."""
 
@@ -281,9 +284,11 @@ class Field:
 
     @property
     def _is_simple(self) -> bool:
-        """Whether elements of batches are those of rows, moved perhaps, or float32 sums of them, or steps as int64."""
-        if self.has_window:
-            return False
+        """Whether elements of batches are those of rows, moved perhaps, or float32 sums of them, or numbers of steps as
+        int64, or what is said of slots as bools.
+        """
+        if self.kind >= PADDED:
+            return self.batch == DTYPES.index(torch.bool)
         if self.kind == STEPS:
             return self.batch == _INTEGER_OF[8] and not self.mean
         summed = self.kind == SUM
@@ -348,6 +353,8 @@ class Reading(NamedTuple):
         past: steps before a drawn row that must be there, or never have been: where the ring has lost rows
             (:func:`has_lost`), :data:`sample` does not draw the oldest ``past`` steps (but the newest step always).
         windows: whether a field has a window. A GPU's kernel is another one then; a CPU sees it in the fields.
+        law: the probabilities of rows that :data:`sample` draws; see there.
+        numbers: float64 ``[2]``, a and b of the law; None: it needs none.
     """
 
     ends: Tensor | None = None
@@ -360,11 +367,13 @@ class Reading(NamedTuple):
     on_host: float = 0.0
     past: int = 0
     windows: bool = False
+    law: int = UNIFORM
+    numbers: Tensor | None = None
 
 
 _READING = (
     "Tensor? ends=None, Tensor? links=None, Tensor(b!)? noise=None, int envs=1, int n_steps=1, float gamma=1.0,"
-    " int draws=0, float on_host=0.0, int past=0, bool windows=False"
+    " int draws=0, float on_host=0.0, int past=0, bool windows=False, int law=0, Tensor? numbers=None"
 )
 
 
@@ -419,7 +428,17 @@ ring the CPU raises RuntimeError; a GPU counts a fault per row, reads zeros, and
 No draw is made for ``n`` = 0. ``reading`` as for :data:`gather`. No host sync.
 
 Where rows are left out for their ``past``, m are left and o is the oldest of them: draw ``i`` is
-``(o + min(floor(u_i * m), m - 1)) % capacity``.
+``(o + min(floor(u_i * m), m - 1)) % capacity``. A law takes m - 1 - r in place of the minimum, of a rank r that counts
+from the newest row:
+
+* ``GEOMETRIC``: r with probability in proportion to ``exp(a * r)``, of a < 0:
+  ``floor(log(1 - u * (1 - exp(a * m))) / a)``, at most m - 1;
+* ``LINEAR``: to m - r. It has ``t = min(floor(u * T), T - 1)`` of ``T = m * (m + 1) / 2`` units below it, of which the
+  k-th oldest row has k: p is the largest number with ``p * (p + 1) / 2 <= t``, and ``r = m - 1 - p``;
+* ``RECENT``: uniform among the newest ``c = min(max(floor(max(exp(a) * m, b)), 1), m)``: ``min(floor(u * c), c - 1)``.
+
+Logarithms and exponentials are those of the device: where they are rounded in another way, a draw in some billions is a
+neighbour.
 """
 
 extend = define(

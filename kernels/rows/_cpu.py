@@ -23,9 +23,11 @@ from gpubuf.kernels.rows import (
     DRAWN,
     DTYPES,
     ENTRY,
+    GEOMETRIC,
     IN_SUCCESSOR,
     IS_FIRST,
     LAST,
+    LINEAR,
     NEXT,
     OPAQUE,
     PADDED,
@@ -33,6 +35,7 @@ from gpubuf.kernels.rows import (
     SIZE,
     STEPS,
     SUM,
+    UNIFORM,
     WRITTEN,
     ZERO,
     Field,
@@ -387,7 +390,7 @@ def read(
         targets: the tensors.
         reading: a :class:`Reading`, or nothing for a table of columns.
     """
-    fields, how = fields_of(table), Reading() if table.shape[1] == ENTRY else Reading(*reading)
+    fields, how = fields_of(table), Reading(*reading)
     written, size, *_ = ring.tolist()
     if n == 0:
         nothing = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -396,9 +399,7 @@ def read(
         if not size:
             raise RuntimeError("can't sample from an empty storage")
         uniforms = uniforms_at(int(rng[0]), torch.arange(n, device="cpu") + rng[OFFSET])
-        kept, oldest = _drawable(written, size, capacity, how)
-        index = ((uniforms * kept).long().clamp_(max=kept - 1) + oldest).remainder_(capacity)
-        drawn = index
+        drawn = index = drawn_rows(uniforms, ring, capacity, how)
     else:
         assert given is not None
         index = given
@@ -413,10 +414,41 @@ def read(
     return index, (written - drawn + capacity - 1) // capacity
 
 
-def _drawable(written: int, size: int, capacity: int, how: Reading) -> tuple[int, int]:
-    """How many rows may be drawn, and the oldest of them; it is row 0 if that is all."""
-    left_out = min(how.past * how.envs, size - how.envs) if has_lost(written, size, capacity) else 0
-    return size - left_out, (written - size + left_out) % capacity if left_out else 0
+def kept_rows(ring: Tensor, capacity: int, how: Reading) -> Tensor:
+    """How many rows :data:`gpubuf.kernels.rows.sample` draws from: int64, 0-dim, on any device. No host sync."""
+    written, size = ring[WRITTEN], ring[SIZE]
+    left_out: Tensor = (size - how.envs).clamp(0, how.past * how.envs) * has_lost(written, size, capacity)
+    return size - left_out
+
+
+def drawn_rows(uniforms: Tensor, ring: Tensor, capacity: int, how: Reading) -> Tensor:
+    """The rows that :data:`gpubuf.kernels.rows.sample` draws by uniforms, float64 ``[n]``, on any device. No sync."""
+    written, kept = ring[WRITTEN], kept_rows(ring, capacity, how)
+    if how.law != UNIFORM:
+        return (written - 1 - _ranks(uniforms, kept, how)).remainder_(capacity)
+    oldest = torch.where(kept < ring[SIZE], written - kept, 0)
+    return ((uniforms * kept).long().minimum(kept - 1) + oldest).remainder_(capacity)
+
+
+def _ranks(uniforms: Tensor, kept: Tensor, how: Reading) -> Tensor:
+    """Ranks by a law, among so many rows: 0 is the newest."""
+    rank: Tensor
+    if how.law == LINEAR:
+        total = kept * (kept + 1) // 2
+        unit = (uniforms * total).long().minimum(total - 1)
+        row = (((8 * unit.double() + 1).sqrt() - 1) / 2).long()
+        # The root may be rounded to a neighbour.
+        row -= (row * (row + 1) // 2 > unit).long()
+        row += ((row + 1) * (row + 2) // 2 <= unit).long()
+        return kept - 1 - row
+    assert how.numbers is not None
+    a, b = how.numbers
+    if how.law == GEOMETRIC:
+        rank = ((1 - uniforms * (1 - (a * kept).exp())).log() / a).long().minimum(kept - 1)
+        return rank
+    among = (a.exp() * kept).maximum(b).long().clamp(min=1).minimum(kept)
+    rank = (uniforms * among).long().minimum(among - 1)
+    return rank
 
 
 def compute(

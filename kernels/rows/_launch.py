@@ -175,8 +175,8 @@ def prepared_read(
         n_keys: keys of a row.
         n, capacity, arena_bytes: as of the operations.
         drawn: the kernel draws the rows.
-        computed: of a computed batch whether there are ends, links and noise, the numbers of its ``Reading``, and whether
-            there are windows.
+        computed: of a computed batch whether there are ends, links and noise, the numbers of its ``Reading``, and
+            whether there are windows.
         on_host: as of ``Reading``.
 
     Raises:

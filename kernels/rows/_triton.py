@@ -28,8 +28,8 @@ Arguments that kernels and helpers share:
 * ``memory``: (ends_ptr, links_ptr, noise_ptr, index_ptr, rng_ptr), see :class:`gpubuf.kernels.rows.Reading`; ``has``
   says which there are, constexpr: (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE, HAS_WINDOWS). A name would make a number
   of each;
-* ``before``: (noise_offset, rng_offset, size, oldest, stored, has_lost), the counters before the call: ``size`` rows may
-  be drawn from row ``oldest`` on, ``stored`` steps are there, and ``has_lost`` is 1 where there were more;
+* ``before``: (noise_offset, rng_offset, size, oldest, stored, has_lost), the counters before the call: ``size`` rows
+  may be drawn from row ``oldest`` on, ``stored`` steps are there, and ``has_lost`` is 1 where there were more;
 * ``batch``: (n, draws), the rows of the batch and the random numbers of a row;
 * ``window``: (newest, steps, envs, n_steps): the newest step, and the ring, ``capacity = steps * envs``.
 """
@@ -478,11 +478,8 @@ def steps_to_end(ends_ptr, step, env, ahead, limit, words, steps, envs):
 
 
 @triton.jit
-def load_slots(entry_ptr, memory, before, row, slot, kind, window, has):
-    """The places of slots of the windows around rows, int64; -1 for zeros and where ``row`` is -1.
-
-    Those of PADDED and IS_FIRST are 1 or 0: what they say.
-    """
+def _load_window(entry_ptr, memory, before, row, slot, kind, window, has):
+    """As :func:`load_slots`, around rows ``row``, -1 for those not to be read."""
     ends_ptr, links_ptr, _noise_ptr, _index_ptr, _rng_ptr = memory
     _noise_offset, _rng_offset, _size, _oldest, stored, has_lost = before
     newest, steps, envs, _n_steps = window
@@ -524,6 +521,21 @@ def load_slots(entry_ptr, memory, before, row, slot, kind, window, has):
         place = tl.where(forward(step, stored - 1, steps) == newest, 1 - has_lost, place)
     place = tl.where((beyond & (outside == ZERO)) & (kind <= NEXT), -1, place)
     return tl.where(valid, place, -1)
+
+
+@triton.jit
+def load_slots(entry_ptr, memory, before, position, valid, slot, kind, window, has):
+    """The places of slots of a field around rows of the batch, int64; -1 for zeros and for rows not to be read.
+
+    Those of PADDED and IS_FIRST are 1 or 0: what they say.
+    """
+    has_window = ((tl.load(entry_ptr + WINDOW) > 1) | (tl.load(entry_ptr + FIRST) != 0)) | (kind >= PADDED)
+    # A window is around a row, also that of next observations.
+    around = tl.where(kind >= PADDED, DRAWN, tl.where(has_window & (kind == NEXT), LAST, kind))
+    place = load_places(memory, position, valid, around, window, has)
+    if has_window:
+        place = _load_window(entry_ptr, memory, before, place, slot, kind, window, has)
+    return place
 
 
 @triton.jit
@@ -683,17 +695,14 @@ def _compute_tile(entry_ptr, place, move, column, mask, target, gamma, window):
 def _look_up(entry_ptr, memory, before, batch, row, kind, pad, pair, slots, window, has):
     """(place, move) of rows of the batch, or of the ``slots`` of each of them, int64 and int32."""
     _newest, steps, envs, _n_steps = window
-    reads = kind
     if has[4]:
         n, _draws = batch
         row, slot = divided(row, slots, n * slots)
-        has_window = ((slots > 1) | (tl.load(entry_ptr + FIRST) != 0)) | (kind >= PADDED)
-        reads = tl.where(kind >= PADDED, DRAWN, tl.where(has_window & (kind == NEXT), LAST, kind))
     position, valid = load_positions(memory, before, batch, row, steps * envs, has)
-    place = load_places(memory, position, valid, reads, window, has)
     if has[4]:
-        if has_window:
-            place = load_slots(entry_ptr, memory, before, place, slot, kind, window, has)
+        place = load_slots(entry_ptr, memory, before, position, valid, slot, kind, window, has)
+    else:
+        place = load_places(memory, position, valid, kind, window, has)
     return place, load_moves(memory, before, batch, row, pad, pair, has)
 
 
@@ -921,7 +930,9 @@ def rows_compute_kernel(
         if SAMPLE:
             tl.store(index_ptr + row, position, mask=row < n)
         if HAS_LINKS:
-            places = load_places(memory, position, valid, STEPS, window, (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE, HAS_WINDOWS))
+            places = load_places(
+                memory, position, valid, STEPS, window, (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE, HAS_WINDOWS)
+            )
             valid = places >= 0
         generation = generation_of(position, valid, written, steps * envs)
         tl.store(generation_ptr + row, generation, mask=row < n)

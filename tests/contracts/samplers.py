@@ -32,12 +32,13 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
     Window,
 )
-from gpubuf.kernels.rows import has_lost
+from gpubuf.data.storage.plan import Recipe
 from tests.contracts import pairwise
+from tests.support.drawable_rows import drawable, not_the_oldest
 from tests.support.slice_model import Row, SliceModel, split
 
 STEPS, SLICE, UNITS, ALPHA, BETA, RATIO = 15, 3, 6, 0.7, 0.5, 0.75
-OFFSETS = range(-2, 5, 2)
+OFFSETS = range(-1, 2)
 
 Unit = tuple[int, ...]
 """The numbers of the rows that are drawn together: of one, of a slice, of a window, of a row and its goal."""
@@ -51,7 +52,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "slices by transition": ("strict", "short", "padded", "span"),
     "slices without replacement": ("strict", "short"),
     "prioritized slices": ("strict", "short", "span", "stacked", "number"),
-    "windows": ("repeat", "cross"),
+    "windows": ("repeat", "cross", "skip"),
+    "prioritized windows": ("repeat", "skip"),
     "hindsight": ("future", "final", "episode"),
     "prioritized hindsight": ("future",),
 }
@@ -114,7 +116,12 @@ class SamplerContract:
 
     @property
     def windows(self) -> bool:
-        return self.kind == "windows"
+        return self.kind.endswith("windows")
+
+    @property
+    def around(self) -> dict[str, Window]:
+        first, last, step = OFFSETS[0], OFFSETS[-1], OFFSETS.step
+        return {"around": Window(first, last, step=step, outside=self.form, mask="around_is_pad")}
 
     @property
     def prioritized(self) -> bool:
@@ -170,8 +177,7 @@ class SamplerContract:
     def new(self, *, seed: int = 3, device: str = "cpu", steps: int = STEPS, **options: Any) -> TensorDictReplayBuffer:
         """An empty buffer."""
         if self.windows:
-            first, last, step = OFFSETS[0], OFFSETS[-1], OFFSETS.step
-            options["windows"] = {"around": Window(first, last, step=step, outside=self.form, mask="around_is_pad")}
+            options["windows"] = self.around
         if "hindsight" in self.kind:
             ends = {"end_keys": [ENDS[self.ends]["end_key"]]} if self.ends == "done" else ENDS[self.ends]
             options["relabel"] = Hindsight(
@@ -315,7 +321,12 @@ class Model(SliceModel):
         """The rows that a sampler may choose, and the weight of each."""
         contract = self.contract
         found = self.can_start if contract.kind == "prioritized slices" else {row.number: 0 for row in self.stored}
-        return {number: q for number in found if (q := self.q(number)) > 0 and self.has_its_past(number)}
+        if contract.windows:
+            recipe = Recipe(windows=contract.around)
+            by_trajectory = contract.prioritized or recipe.whole
+            rows = drawable(self, recipe) if by_trajectory else not_the_oldest(self, recipe.past)
+            found = {row.number: row.position for row in rows}
+        return {number: q for number in found if (q := self.q(number)) > 0}
 
     def due(self) -> dict[Unit, float]:
         """How likely every unit is that can be drawn."""
@@ -346,20 +357,10 @@ class Model(SliceModel):
             return {(number, -1): 1 - RATIO, **{(number, goal): RATIO / len(goals) for goal in goals}}
         return {(number,): 1.0}
 
-    def has_its_past(self, number: int) -> bool:
-        """Whether the steps of a window before a row were not overwritten. The newest step is always drawn."""
-        steps = self.steps_of(number)
-        past = -OFFSETS[0] if self.contract.windows and has_lost(self.written, len(steps), self.steps) else 0
-        return steps.index(number) >= min(past, len(steps) - 1)
-
-    def steps_of(self, number: int) -> list[int]:
-        """All that is stored of the environment of a row."""
-        (steps,) = ([row.number for row in rows] for rows in self.rows if any(row.number == number for row in rows))
-        return steps
-
     def window(self, around: list[int], number: int) -> Unit:
         """The rows around a drawn one, in its trajectory or, over its ends, in its environment."""
-        around = self.steps_of(number) if self.contract.form == "cross" else around
+        if self.contract.form == "cross":
+            (around,) = ([r.number for r in rows] for rows in self.rows if any(r.number == number for r in rows))
         at, last = around.index(number), len(around) - 1
         return tuple(around[min(max(at + offset, 0), last)] for offset in OFFSETS)
 
@@ -389,6 +390,7 @@ class Model(SliceModel):
         assert all(torch.equal(info[key], batch[key]) for key in info)
         if "priority_weight" in info:
             chosen = [unit[0] for unit in units for _ in (unit if contract.slices else unit[:1])]
+            chosen = numbers if contract.windows else chosen
             weights = {number: self.weight(number) for number in set(chosen)}
             due = torch.tensor([weights[number] for number in chosen])
             torch.testing.assert_close(info["priority_weight"].reshape(-1), due, rtol=1e-5, atol=0)

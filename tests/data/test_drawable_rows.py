@@ -8,10 +8,17 @@ import random
 import pytest
 import torch
 
-from gpubuf.data import PrioritizedSampler, PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
+from gpubuf.data import (
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+)
 from gpubuf.data.storage.windows import Window
 from tests.contracts.samplers import split
-from tests.support.drawable_rows import counted, drawable, set_windows, windowed
+from tests.support.drawable_rows import counted, drawable, not_the_oldest, set_windows, windowed
 from tests.support.slice_model import SliceModel
 from tests.support.sum_tree_checks import assert_consistent, bits_of
 
@@ -212,3 +219,60 @@ def test_slices_take_no_whole_windows(kind):
     sampler = kind(100, 1.0, 1.0, slice_len=3) if kind is PrioritizedSliceSampler else kind(slice_len=3)
     with pytest.raises(ValueError, match=f"a {kind.__name__} draws slices .*outside='skip' need a RandomSampler"):
         windowed(sampler, SliceModel(10, 1), WINDOWS["whole"])
+
+
+@pytest.mark.parametrize("envs", [1, 3])
+@pytest.mark.parametrize("name", ["past", "far past", "across"])
+def test_uniform_rows_are_not_of_the_oldest_steps(name, envs):
+    """After each of many events: all others are drawn, the same by the launch that gathers and by positions alone."""
+    history = History(WINDOWS[name], envs, lambda _: RandomSampler(), seed=3)
+    history.prioritize = history.mark = lambda: None
+    for _ in range(40):
+        history.happens()
+        assert history.buffer.can_sample(8) == bool(history.rows())
+        if not history.rows():
+            continue
+        sampler = history.buffer.sampler
+        random_state = sampler.random_state("cpu")
+        before = random_state.state_dict()
+        batch = history.buffer.sample(500)
+        assert set(history.drawn(batch)) == {row.number for row in not_the_oldest(history.model, history.recipe.past)}
+        random_state.load_state_dict(before)
+        rows = history.buffer.storage.unravel(sampler.choose(500)[0])
+        assert torch.equal(rows, batch["index"])
+
+
+@pytest.mark.parametrize("envs", [1, 3])
+@pytest.mark.parametrize("name", ["whole", "whole after", "both"])
+def test_uniform_rows_with_whole_windows(name, envs):
+    """After each of many events: each row whose windows are whole is a unit of the draw, and there is no other."""
+    history = History(WINDOWS[name], envs, lambda _: RandomSampler(), seed=4)
+    history.prioritize = history.mark = lambda: None
+    for event in range(60):
+        if event == 30:
+            history.buffer = copy.deepcopy(history.buffer)
+        history.happens()
+        may = sorted(row.position for row in drawable(history.model, history.recipe))
+        assert history.buffer.can_sample(8) == bool(may)
+        if not may:
+            if history.rows():
+                with pytest.raises(RuntimeError, match=r"\d steps are needed, the longest of .* has \d"):
+                    history.buffer.sample(8)
+            continue
+        index, before = history.buffer.sampler._whole.trajectory_index, history.recipe.whole[0]
+        assert index.total == len(may)
+        starts = index.draw(len(may), history.buffer.sampler.random_state("cpu"), torch.arange(len(may)))[0]
+        assert sorted(starts.view(len(may), -1)[:, before].tolist()) == may
+        assert set(history.drawn(history.buffer.sample(8))) <= {
+            row.number for row in drawable(history.model, history.recipe)
+        }
+    set_windows(history.buffer, ())
+    assert history.buffer.sampler._whole is None
+    assert len(history.buffer.storage.followers.samplers) == 1
+
+
+@pytest.mark.parametrize("name", ["past", "whole"])
+def test_epochs_take_no_windows_that_leave_rows_out(name):
+    with pytest.raises(ValueError, match=r"a SamplerWithoutReplacement draws every row, .* need a RandomSampler"):
+        windowed(SamplerWithoutReplacement(), SliceModel(10, 1), WINDOWS[name])
+    windowed(SamplerWithoutReplacement(), SliceModel(10, 1), Window(0, 3))

@@ -14,9 +14,7 @@ from tests.support.slice_model import Row, SliceModel
 def windowed(sampler: Sampler, model: SliceModel, windows: Any, **options: Any) -> TensorDictReplayBuffer:
     """An empty buffer with windows, of the shape of a model."""
     storage = LazyTensorStorage(model.steps * model.envs, ndim=1 if model.envs == 1 else 2)
-    buffer = TensorDictReplayBuffer(storage=storage, sampler=sampler, **options)
-    set_windows(buffer, windows)
-    return buffer
+    return TensorDictReplayBuffer(storage=storage, sampler=sampler, windows=windows, **options)
 
 
 def set_windows(buffer: TensorDictReplayBuffer, windows: Any) -> None:

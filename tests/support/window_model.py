@@ -201,7 +201,7 @@ class History:
         if folder is None:
             other.load_state_dict(self.buffer.state_dict(), end_trajectories=False)
         else:
-            self.buffer.save(folder, overwrite=True)
+            self.buffer.save(folder)
             other.load(folder, end_trajectories=False)
         self.buffer = other
 
@@ -263,7 +263,9 @@ class History:
         for steps in self.envs_rows:
             n, uniform = len(steps.rows), isinstance(self.buffer.sampler, RandomSampler)
             needed = min(past, n - 1) if uniform else past
-            late = range(n) if not steps.lost else [i for i in range(n) if i >= needed or (not uniform and steps.first(i))]
+            late = (
+                range(n) if not steps.lost else [i for i in range(n) if i >= needed or (not uniform and steps.first(i))]
+            )
             found |= {steps.rows[i].number for i in late}
         return found
 

@@ -228,8 +228,12 @@ class PrioritizedSampler(Sampler):
 
     def forget_storage(self) -> None:
         # First: an interrupt may leave no rows that it is true of.
-        self._demand = self._bounds = None
+        self._demand = None
         super().forget_storage()
+
+    def unbind(self) -> None:
+        super().unbind()
+        self._bounds = None
 
     @property
     def _demanded(self) -> Demand | None:

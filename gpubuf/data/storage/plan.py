@@ -25,6 +25,7 @@ from gpubuf.data.storage.tree_layout import layout_of
 from gpubuf.data.storage.windows import Window, as_windows
 from gpubuf.kernels import rows
 from gpubuf.kernels._registry import Backend, in_memory, launches_kernels, past_dispatcher, without_dispatch
+from gpubuf.kernels.rows._cpu import drawn_rows, kept_rows
 
 NOT_INITIALIZED = "the storage is not initialized: write a batch first"
 _NO_LAYOUT = cast("RowLayout", Missing(NOT_INITIALIZED))
@@ -163,12 +164,22 @@ class RowPlan:
         n_bytes = rows.arena_offsets([leaf.row_bytes], n)[1]
         return rows_in(_gather(table, ring, index, self._capacity, n_bytes, *self._reading)[0], leaf, n)
 
-    def sample_uniform(self, rng: Tensor, n: int) -> tuple[list[Tensor], Tensor, Tensor]:
-        """``n`` rows drawn uniformly with replacement. One launch, no host sync.
+    def count_drawn(self) -> Tensor:
+        """From how many rows :meth:`sample_uniform` draws: int64, 0-dim. No host sync."""
+        return kept_rows(self._ring.counters, self._capacity, rows.Reading(*self._reading))
+
+    def draw(self, uniforms: Tensor, law: Law | None = None) -> Tensor:
+        """The positions of the rows that :meth:`sample_uniform` draws by uniforms, float64 ``[n]``. No host sync."""
+        reading = self._reading if law is None else law.reading(self._reading, self.device)
+        return drawn_rows(uniforms, self._ring.counters, self._capacity, rows.Reading(*reading))
+
+    def sample_uniform(self, rng: Tensor, n: int, law: Law | None = None) -> tuple[list[Tensor], Tensor, Tensor]:
+        """``n`` rows drawn with replacement. One launch, no host sync.
 
         Args:
             rng: random state as in :mod:`gpubuf.kernels.philox`, on the device of the table.
             n: number of rows.
+            law: of their probabilities; None: all are the same.
 
         Returns:
             One tensor ``[n, ...]`` for each key, and of the drawn rows the flat positions and the write generations,
@@ -178,11 +189,12 @@ class RowPlan:
         if table is None:
             raise RuntimeError(NOT_INITIALIZED)
         layout, ring = self.layout, self._ring.counters
+        reading = self._reading if law is None else law.reading(self._reading, table.device)
         if past_dispatcher(table):
             tensors = layout.allocate(n)
-            return tensors, *_cpu.read(table, ring, rng, None, n, self._capacity, tensors, self._reading)
+            return tensors, *_cpu.read(table, ring, rng, None, n, self._capacity, tensors, reading)
         n_bytes = layout.arena(n).n_bytes
-        arena, index, generation = _sample(table, ring, rng, n, self._capacity, n_bytes, *self._reading)
+        arena, index, generation = _sample(table, ring, rng, n, self._capacity, n_bytes, *reading)
         return layout.cut(arena, n), index, generation
 
     # Writing: sources are tensors ``[n, ...]`` for each key of the layout, on the device of the table
@@ -328,6 +340,13 @@ def _told(kind: int, dtype: torch.dtype) -> rows.Field:
     code, size = rows.dtype_code(dtype), dtype.itemsize
     of_column = {"device_rows": 0, "row_bytes": size, "split": 0, "host_rows": 0, "row_stride": size}
     return rows.Field(**of_column, kind=kind, stored=code, written=code, batch=code, elements=1, writes=0)
+
+
+class Law(Protocol):
+    """How often rows are drawn: see :mod:`gpubuf.data.samplers.laws`."""
+
+    def reading(self, reading: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+        """A :class:`gpubuf.kernels.rows.Reading`, or its first entries, with this law."""
 
 
 class Processing(Protocol):

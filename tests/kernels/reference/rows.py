@@ -180,7 +180,7 @@ class StoredOnce:
 
     def put(self, stored: list[Tensor], rows: dict[int, int]) -> None:
         for key, source in zip(self.keys, stored, strict=True):
-            if key.field.writes and key.field.kind != NEXT:
+            if key.field.writes and key.field.kind not in (NEXT, STEPS):
                 for row, i in rows.items():
                     key.column[row] = source[i]
 
