@@ -14,6 +14,7 @@ from gpubuf.data.operation import Operation
 from gpubuf.data.processing.base import as_keys
 from gpubuf.data.recording import at_replays, host_can_read
 from gpubuf.data.storage.containers import Data
+from gpubuf.data.storage.host_memory import to_device
 from gpubuf.data.storage.layout import Key, as_written
 from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.schema import NEXT_KEY, default_ends
@@ -50,9 +51,9 @@ class FrameStack:
     * The next stack of a row is its stack, moved on by one new frame.
 
     What differs is refused, and nothing is written: the error names the first row. What lies on a GPU can't be looked
-    at without a wait, but for the first write. There the rows are written with their newest frames and counted, and the
-    next call that synchronises raises. Of rows on the host for a storage on a GPU this holds for the first step of a
-    write.
+    at without a wait: there rows are written with their newest frames and counted, and the next call that synchronises
+    (``save``, ``state_dict``) raises. Of rows on the host for a storage on a GPU this holds for the first step of a
+    write, which is compared with rows there.
 
     Args:
         keys: the stacked keys at the root, one or a list.
@@ -85,6 +86,8 @@ class FrameStack:
         self._storage: Any = None
         self._reader: Any = None
         self._recipe, self._time_dim = Recipe(), 0
+        # How many rows of the last writes a GPU refuses: there is nowhere to count them before the first.
+        self._unseen: list[Tensor] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Without the buffer: a copy of that attaches its own."""
@@ -139,12 +142,18 @@ class FrameStack:
 
     def __call__(self, data: Data) -> Data:
         """Put the frames of a batch along their dimension: views."""
+        self._count()
         for key in self.windows if self.dim else ():
             value = _get(data, key)
             if value is not None:
                 layout = self._storage.written_layout
                 _set(data, key, self._along(value, len(layout.leaves[layout.position(key)].shape)))
         return data
+
+    def _count(self) -> None:
+        """Count the rows that a GPU refuses with the faults of the storage."""
+        while self._unseen and self._storage.initialized:
+            self._storage.ring.counters[FAULTS].add_(self._unseen.pop().to(self._storage.device))
 
     def _along(self, value: Tensor, dims: int | None = None) -> Tensor:
         """``value`` with its frames along their dimension, where they are along the first of ``dims``."""
@@ -168,6 +177,7 @@ class FrameStack:
             ValueError: what is given is no stack.
         """
         at_replays().refuse("stacks are compared with the rows before them: write them outside of the captured step")
+        self._count()
         ndim, stacks = self._storage.ndim, dict[Key, Tensor]()
         for key in self.windows:
             value = _get(data, key)
@@ -206,13 +216,13 @@ class FrameStack:
             begins = torch.ones((1, envs), dtype=torch.bool, device=told.device)
         else:
             before, ends, marked = newest
-            begins = self._after(ends, told[:1].to(ends.device)) | marked
+            begins = self._after(ends, *to_device([told[:1]], ends.device)) | marked
         for key in self.keys:
             leads = self._pair(key)[-1]
             stack, coming, own = stacks[key], stacks[leads], before[leads]
-            here = stack[:1] if own.is_cpu else stack[:1].to(own.device)
+            (first,) = to_device([stack[:1]], own.device)
             found += [
-                _Differs(self._differ(here, own.to(here.device), begins.to(here.device)), 0, key),
+                _Differs(self._differ(first, own, begins), 0, key),
                 _Differs(self._differ(stack[1:], coming[:-1], self._after(told[:-1], told[1:])), 1, key),
             ]
             if self.next_too:
@@ -256,7 +266,7 @@ class FrameStack:
                     f"environment(s), got {tuple(stack.shape[2:])} and {stack.dtype} in {stack.shape[1]}"
                 )
         marks = storage.marks
-        marked = marks.rows[newest].bool() if marks.kept else torch.zeros_like(newest, dtype=torch.bool)
+        marked = marks.memory[newest].bool() if marks.kept else torch.zeros_like(newest, dtype=torch.bool)
         return rows, self._told(rows.get, (1, envs)), marked.unsqueeze(0)
 
     def _differ(self, stack: Tensor, before: Tensor, begins: Tensor) -> Tensor:
@@ -270,17 +280,16 @@ class FrameStack:
         return _unlike(stack, torch.where(first, torch.cat([*padding, frame], 2), due))
 
     def _refuse(self, found: list[_Differs]) -> None:
-        """Raise for the first row that differs; what only a GPU can tell is counted there."""
-        storage, wrong, unseen = self._storage, list[tuple[int, int, int]](), list[Tensor]()
+        """Raise for the first row that differs; what only a GPU can tell is to be counted there."""
+        wrong, unseen = list[tuple[int, int, int]](), list[Tensor]()
         for number, (rows, start, _) in enumerate(found):
-            if storage.initialized and not host_can_read(rows):
-                unseen.append(rows)
+            if not host_can_read(rows):
+                unseen.append(rows.sum())
             elif bool(rows.any()):
                 step, env = rows.nonzero()[0].tolist()
                 wrong.append((start + step, env, number))
         if not wrong:
-            for rows in unseen:
-                storage.ring.counters[FAULTS].add_(rows.sum().to(storage.device))
+            self._unseen += unseen
             return
         step, env, number = min(wrong)
         key = found[number].key
