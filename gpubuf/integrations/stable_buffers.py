@@ -139,7 +139,7 @@ class StableBuffer:
         frame_stack: observations are stacks of so many frames, which are stored once: an eighth of the memory for four.
             Images are stacked along their channels, what else there is along the last dimension, or (CleanRL) the first
             one; episodes begin with zeros (Stable-Baselines3's ``VecFrameStack``), or with their first frame again
-            (CleanRL, Gymnasium). For other stacks, or some keys of a dict: a :class:`gpubuf.FrameStack` of
+            (CleanRL, Gymnasium). For other stacks, or some keys of a dict: a :class:`gpubuf.data.FrameStack` of
             ``"observation"``, or ``("observation", "pos")``. What is no stack is refused.
         autoreset: when vector environments reset: Gymnasium's environments themselves, whose metadata say it, their
             ``AutoresetMode``, or ``"next_step"``, ``"same_step"`` or ``"disabled"``. None: Stable-Baselines3's reset in
