@@ -86,7 +86,7 @@ class FrameStack:
         self._storage: Any = None
         self._reader: Any = None
         self._recipe, self._time_dim = Recipe(), 0
-        # How many rows of the last writes a GPU refuses: there is nowhere to count them before the first.
+        # How many rows of the first write a GPU refuses: before it there is nowhere to count them.
         self._unseen: list[Tensor] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -177,7 +177,6 @@ class FrameStack:
             ValueError: what is given is no stack.
         """
         at_replays().refuse("stacks are compared with the rows before them: write them outside of the captured step")
-        self._count()
         ndim, stacks = self._storage.ndim, dict[Key, Tensor]()
         for key in self.windows:
             value = _get(data, key)
@@ -290,6 +289,7 @@ class FrameStack:
                 wrong.append((start + step, env, number))
         if not wrong:
             self._unseen += unseen
+            self._count()
             return
         step, env, number = min(wrong)
         key = found[number].key
