@@ -20,6 +20,7 @@ from gpubuf.data.samplers.slices import SliceSampler, SliceSamplerWithoutReplace
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
 from gpubuf.data.samplers.uniform import RandomSampler, SamplerWithoutReplacement
+from gpubuf.data.stacks import FrameStack
 from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.memmap import LazyMemmapStorage
 from gpubuf.data.storage.schema import Codec
@@ -39,6 +40,7 @@ __all__ = [
     "Codec",
     "Compose",
     "EmphasizeRecent",
+    "FrameStack",
     "Geometric",
     "Hindsight",
     "ImmutableDatasetWriter",

@@ -28,7 +28,7 @@ from gpubuf.data.storage.containers import Data
 from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.plan import Recipe, RowPlan
 from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.data.transforms import Compose, with_statistics, without_multi_steps
+from gpubuf.data.transforms import Compose, stacks_of, with_stacks, with_statistics, without_multi_steps
 from gpubuf.data.updates import RowAccess
 from gpubuf.data.writers import RoundRobinWriter, Writer
 from gpubuf.data.writing import Writes
@@ -96,7 +96,8 @@ class Parts:
         if dim_extend is not None and not 0 <= dim_extend < self.storage.ndim:
             raise ValueError(f"dim_extend is {dim_extend}, but the storage has {self.storage.ndim} dimension(s)")
         self.pipeline = with_statistics(Pipeline.of(process), transform)
-        transform, self.recipe = without_multi_steps(transform, replace(recipe, processing=self.pipeline or None))
+        transform, recipe = without_multi_steps(transform, replace(recipe, processing=self.pipeline or None))
+        self.recipe = with_stacks(recipe, transform)
         self.transform = Compose() if transform is None else Compose([transform])
         self.intake: Intake | None = None
         self.relabel = relabel
@@ -141,6 +142,8 @@ class Parts:
         if self.intake is not None:
             self.intake.serve(self.writes, self.recipe, in_order=in_order)
         reader = self._reader_of(storage)
+        for stack in stacks_of(self.transform):
+            stack.attach(self.operation, storage, self.recipe, self.time_dim)
         writer.attach(sampler, self.recipe, self.relabel)
         if self.relabel is not None:
             self.relabel.check_recipe(self.recipe, self.pipeline.process)
@@ -223,6 +226,9 @@ class Parts:
     def insert_transform(self, index: int, transform: Callable[[Data], Data], invert: bool) -> None:
         """See :meth:`gpubuf.ReplayBuffer.insert_transform`."""
         rest, recipe = without_multi_steps(transform, self.recipe)
+        recipe = recipe if invert else with_stacks(recipe, rest)
+        for stack in [] if invert else stacks_of(rest):
+            stack.attach(self.operation, self.storage, recipe, self.time_dim)
         pipeline = self.pipeline if invert else with_statistics(self.pipeline, transform)
         if pipeline is not self.pipeline:
             recipe = replace(recipe, processing=pipeline or None)

@@ -14,6 +14,7 @@ from gpubuf.data.arguments import describe_type
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.processing.statistics import RunningStatistics
 from gpubuf.data.recording import at_replays
+from gpubuf.data.stacks import FrameStack
 from gpubuf.data.storage.containers import Data, device_of
 from gpubuf.data.storage.layout import Key, as_key
 from gpubuf.data.storage.placement import AUTO
@@ -274,10 +275,27 @@ def without_multi_steps(transform: Any, recipe: Recipe) -> tuple[Any, Recipe]:
 
 def with_statistics(pipeline: Pipeline, transform: Any) -> Pipeline:
     """``pipeline`` with the running statistics of a transform: it is one, or a Compose of which one is a part."""
+    found = _found(transform, RunningStatistics)
+    return pipeline.with_statistics(found) if found else pipeline
+
+
+def with_stacks(recipe: Recipe, transform: Any) -> Recipe:
+    """``recipe`` with the windows of the frame stacks of a transform, as :func:`with_statistics` finds them."""
+    for stack in stacks_of(transform):
+        recipe = stack.added_to(recipe)
+    return recipe
+
+
+def stacks_of(transform: Any) -> list[FrameStack]:
+    """The frame stacks of a transform."""
+    return _found(transform, FrameStack)
+
+
+def _found(transform: Any, kind: type) -> list[Any]:
+    """The parts of a transform of one kind, that apply to batches."""
     compose = isinstance(transform, Compose)
     given = [step.transform for step in transform.steps if not step.invert] if compose else [transform]
-    found = [each for each in given if isinstance(each, RunningStatistics)]
-    return pipeline.with_statistics(found) if found else pipeline
+    return [each for each in given if isinstance(each, kind)]
 
 
 def _recipe(transform: Any, recipe: Recipe) -> Recipe:

@@ -25,7 +25,7 @@ from gpubuf.data.storage.layout import OF_A_DRAW, Key, as_key, as_written
 from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.schema import NEXT_KEY, Schema
 from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.data.transforms import Compose
+from gpubuf.data.transforms import Compose, stacks_of
 from gpubuf.data.writers import Writer
 
 _T = TypeVar("_T")
@@ -94,8 +94,14 @@ class RowAccess:
             self.put(index, rows)
 
     def to_write(self, data: Data) -> Data | None:
-        """What is to be written of a batch of the user's; None: nothing. Raises if the writer refuses writes."""
+        """What is to be written of a batch of the user's; None: nothing. Raises if the writer refuses writes.
+
+        Raises:
+            TypeError: the rows have frames of others' stacks.
+        """
         self.writer.check_writable()
+        if stacks_of(self.transform):
+            raise TypeError("a frame is part of the stacks of several rows: rows of a FrameStack can't be overwritten")
         return self.transform.inv(shallow(data)) if len(self.transform) else data
 
     def put(self, index: Any, rows: Data) -> None:

@@ -53,6 +53,7 @@ class ReplayBuffer(StableBuffer, _Replay):
     """
 
     _samples, _dict_samples = ReplayBufferSamples, DictReplayBufferSamples
+    _padding, _stacked_along = "zero", -1
 
 
 class DictReplayBuffer(ReplayBuffer, _DictReplay):

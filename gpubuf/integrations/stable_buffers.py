@@ -22,9 +22,11 @@ from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.operation import Operation, graph_break
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.uniform import RandomSampler
+from gpubuf.data.stacks import FrameStack, Padding
 from gpubuf.data.storage.layout import Key, as_written
 from gpubuf.data.storage.plan import STEPS_KEY
 from gpubuf.data.storage.schema import Codec
+from gpubuf.data.transforms import Compose, stacks_of
 from gpubuf.integrations.edits import set_keys
 from gpubuf.integrations.environment_steps import autoreset_of, rows_at, stored_values
 from gpubuf.integrations.pickled import PickledBuffer
@@ -134,6 +136,11 @@ class StableBuffer:
         dtypes: how keys are stored, such as ``{"observation": torch.float16}``. See :class:`LazyTensorStorage`.
         sampler: which rows a batch is made of. Default: :class:`RandomSampler`.
         relabel: gives rows of a batch other goals, see :class:`gpubuf.Hindsight`.
+        frame_stack: observations are stacks of so many frames, which are stored once: an eighth of the memory for four.
+            Images are stacked along their channels, what else there is along the last dimension, or (CleanRL) the first
+            one; episodes begin with zeros (Stable-Baselines3's ``VecFrameStack``), or with their first frame again
+            (CleanRL, Gymnasium). For other stacks, or some keys of a dict: a :class:`gpubuf.data.FrameStack` of
+            ``"observation"``, or ``("observation", "pos")``. What is no stack is refused.
         autoreset: when vector environments reset: Gymnasium's environments themselves, whose metadata say it, their
             ``AutoresetMode``, or ``"next_step"``, ``"same_step"`` or ``"disabled"``. None: Stable-Baselines3's reset in
             the same step, and Gymnasium's are taken to reset in the next one, their default, until a row contradicts.
@@ -143,11 +150,15 @@ class StableBuffer:
 
     Raises:
         NotImplementedError: rows of a space can't be stored.
-        ValueError: a size, ``n_steps`` or ``gamma`` is out of range, or ``autoreset`` is none of these.
+        ValueError: observations are no ``frame_stack``; a size, ``n_steps`` or ``gamma`` is out of range, or
+            ``autoreset`` is none of these.
     """
 
     _samples: Any = ReplayBufferSamples
     _dict_samples: Any = ReplayBufferSamples
+    #: How frames are stacked: what precedes an episode, and along which dimension, if they are no images.
+    _padding: Padding = "reset"
+    _stacked_along = 0
 
     def __init__(
         self,
@@ -166,6 +177,7 @@ class StableBuffer:
         dtypes: Mapping[Any, torch.dtype | Codec] | None = None,
         sampler: Sampler | None = None,
         relabel: Hindsight | None = None,
+        frame_stack: int | FrameStack | None = None,
         autoreset: Any = None,
     ) -> None:
         self._autoreset = None if autoreset is None else autoreset_of(autoreset)
@@ -180,8 +192,10 @@ class StableBuffer:
         self.handle_timeout_termination = handle_timeout_termination
         self.n_steps = n_steps
         self.gamma = gamma
+        stacks = [frame_stack] if isinstance(frame_stack, FrameStack) else self._stacks_of(frame_stack or 0)
         # Whether batches depend on where episodes end.
-        self._needs_ends = n_steps > 1 or relabel is not None
+        self._needs_ends = n_steps > 1 or relabel is not None or bool(stacks)
+        once = list(shapes) if optimize_memory_usage else [key[1:] for stack in stacks for key in stack.keys]
         self._device = chosen_device(device)
         if placement is None:
             placement = "auto" if self._device.type == "cuda" and self._device.index is None else self._device
@@ -190,10 +204,10 @@ class StableBuffer:
                 "max_size": self.buffer_size * n_envs,
                 "device": placement,
                 "ndim": 2,
-                "share_next": [(*_OBSERVATION, *name) for name in shapes] if optimize_memory_usage else False,
+                "share_next": [(*_OBSERVATION, *name) for name in once],
                 "next_capacity": next_capacity,
                 # Rows that store observations once are converted anyway: a flag then takes a byte.
-                "dtypes": {**({_TERMINATED: torch.bool} if optimize_memory_usage else {}), **(dtypes or {})},
+                "dtypes": {**({_TERMINATED: torch.bool} if once else {}), **(dtypes or {})},
             },
             RandomSampler() if sampler is None else sampler,
             relabel=relabel,
@@ -201,7 +215,8 @@ class StableBuffer:
             n_steps=n_steps,
             gamma=gamma,
             reward_keys=[_REWARD] if n_steps > 1 else None,
-            end_keys=[_DONE] if n_steps > 1 else None,
+            end_keys=[_DONE] if n_steps > 1 or stacks else None,
+            transform=Compose(*stacks) if stacks else None,
         )
         self._last_ends: tuple[np.ndarray, list[Any]] | None = None
         # Whether infos may lack ends, and whether every step so far gave a reward.
@@ -215,6 +230,28 @@ class StableBuffer:
         """The space of each tensor of an observation, by what comes after "observation" in its key."""
         space = self.observation_space
         return {(name,): part for name, part in space.spaces.items()} if is_dict(space) else {(): space}
+
+    def _stacks_of(self, frames: int) -> list[FrameStack]:
+        """The stacks of so many frames that the observations are; 0: none.
+
+        Raises:
+            ValueError: they are no stacks.
+        """
+        found = list[FrameStack]()
+        for name, space in self._parts().items() if frames else ():
+            shape = row_shape(space)
+            along = self._stacked_along if len(shape) != 3 else -(shape.index(min(shape)) > 0)
+            if shape[along] % frames:
+                raise ValueError(
+                    f"observations of {space} are no stacks of frame_stack={frames} along dimension {along}"
+                )
+            found.append(FrameStack((*_OBSERVATION, *name), frames, dim=along, padding=self._padding))
+        return found
+
+    @property
+    def _stacked(self) -> dict[Key, FrameStack]:
+        """The stacks, by the keys that are stacked."""
+        return {key: stack for stack in stacks_of(self.buffer.transform) for key in stack.windows}
 
     def _prepare(self) -> None:
         """Make the memory for the steps that wait."""
@@ -231,6 +268,8 @@ class StableBuffer:
         }
         step_bytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in kinds.values()) * self.n_envs
         self._most = max(1, min(WAITING_STEPS, WAITING_BYTES // max(step_bytes, 1), self.buffer_size))
+        # A stack is refused by the step that it comes with.
+        self._most = 1 if self._stacked else self._most
         lead = (self._most, self.n_envs)
         self._columns = {key: np.zeros((*lead, *shape), dtype) for key, (dtype, shape) in kinds.items()}
         # The columns of the first step that waits. Large steps don't: their arrays are read where they are.
@@ -257,7 +296,7 @@ class StableBuffer:
             self._columns[key][..., 0] for key in (_REWARD, _TERMINATED, _DONE)
         )
         # Of how many more steps it is looked at whether they go on, and what the last one led to.
-        self._looks = LOOKS if self._needs_ends else 0
+        self._looks = LOOKS if self._needs_ends and not self._stacked else 0
         self._before: tuple[Any, np.ndarray] | None = None
         self._powers = torch.from_numpy(self.gamma ** np.arange(self.n_steps + 1, dtype=np.float32))
 
@@ -296,9 +335,16 @@ class StableBuffer:
         """
         ended: Any = done
         if truncations is not None or type(infos) is dict:
-            (obs, next_obs, action, reward, done), ended = self._of_vector_environments(
+            (obs, next_obs, action, reward, done), ended, resets = self._of_vector_environments(
                 [obs, next_obs, action, reward, done], infos, truncations
             )
+            if resets.any() and self._stacked:
+                if resets.all():
+                    return
+                raise ValueError(
+                    "frame_stack needs environments that reset in the step that ends an episode, or one environment: "
+                    "AutoresetMode.SAME_STEP, and next observations from infos['final_obs'] at ends"
+                )
             infos = () if type(infos) is dict else infos
         at = self._waiting
         if at == self._most:
@@ -343,8 +389,10 @@ class StableBuffer:
 
     def _of_vector_environments(
         self, step: list[Any], infos: Any, truncations: np.ndarray | None
-    ) -> tuple[list[Any], np.ndarray]:
-        """A step of Gymnasium's vector environments without rows that only reset, and where episodes end."""
+    ) -> tuple[list[Any], np.ndarray, np.ndarray]:
+        """A step of Gymnasium's vector environments without rows that only reset, where episodes end, and where there
+        were such rows.
+        """
         if truncations is None and (self._needs_ends or self.handle_timeout_termination):
             raise ValueError(
                 "infos is one dict, as of Gymnasium's vector environments, which does not tell where a time limit ends "
@@ -371,7 +419,7 @@ class StableBuffer:
             step = [_chosen(resets, old, new) for old, new in zip(before, step, strict=True)]
         following = ended & ~at_once & ~resets & may_wait
         self._last_ends = (following, [_chosen(following, value, value) for value in step]) if following.any() else None
-        return step, ended | resets
+        return step, ended | resets, resets
 
     def _only_reset(self, resets: np.ndarray, before: list[Any], step: list[Any], ended: np.ndarray) -> bool:
         """Whether a step may only reset the environments in ``resets``. If not, these reset otherwise: say so once."""
@@ -474,6 +522,7 @@ class StableBuffer:
         self.flush()
         index = torch.from_numpy(np.asarray(steps, np.int64) * self.n_envs + np.asarray(environments, np.int64))
         data, generation = rows_at(self.buffer, index)
+        data = self.buffer.transform(data)
         return self._batch({**dict(data.items(True, True)), "index": index, "index_generation": generation}, env)
 
     def _batch(self, columns: dict[Any, Tensor], env: Any) -> Any:
@@ -541,6 +590,8 @@ class StableBuffer:
         """Keep all steps, or, unless ``full``, those before ``pos``, and write there next."""
         if (pos, full) == (self.pos, self.full):
             return
+        if self._stacked:
+            raise NotImplementedError("pos and full can't be set with frame_stack: rows stay in their order")
         columns = {
             key: self._stored(key).reshape(self.buffer_size, *self._columns[key].shape[1:]) for key in self._columns
         }
@@ -557,7 +608,10 @@ class StableBuffer:
         column, n = self._columns[key], len(self.buffer)
         found = np.zeros((self.buffer_size, *column.shape[1:]), column.dtype)
         if n:
-            found.reshape(-1, *column.shape[2:])[:n] = stored_values(self.buffer, key).cpu().numpy()
+            stack, index = self._stacked.get(key), torch.arange(n, device=self.buffer.storage.device)
+            run = self.buffer.operation.run
+            read = partial(stored_values, self.buffer) if stack is None else partial(run, stack.read)
+            found.reshape(-1, *column.shape[2:])[:n] = read(key, index).cpu().numpy()
         return found[..., 0] if key in (_REWARD, _TERMINATED, _DONE) else found
 
     def _array(self, key: Key) -> StoredArray:

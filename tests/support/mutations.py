@@ -54,6 +54,7 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("gpubuf/data/storage/share_next.py",),
         ("tests/data/test_share*.py", "tests/data/test_buffer_contract.py"),
     ),
+    "stacks": (("gpubuf/data/stacks.py",), ("tests/data/test_stacks.py",)),
     "places": (
         (
             "gpubuf/data/storage/column.py",

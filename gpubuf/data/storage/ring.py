@@ -145,5 +145,6 @@ class Ring:
             self.counters[rows.FAULTS].zero_()
             raise IndexError(
                 f"{counters[rows.FAULTS]} rows that were read or written are out of range, hold numbers "
-                "that their dtype has no room for, or found no room for their next observation (next_capacity)"
+                "that their dtype has no room for, found no room for their next observation (next_capacity), or are no "
+                "stacks (FrameStack)"
             )
