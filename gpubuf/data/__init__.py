@@ -21,6 +21,7 @@ from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
 from gpubuf.data.samplers.uniform import RandomSampler, SamplerWithoutReplacement
 from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.memmap import LazyMemmapStorage
+from gpubuf.data.storage.returns import ReturnsToGo
 from gpubuf.data.storage.schema import Codec
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.storage.windows import Window
@@ -57,6 +58,7 @@ __all__ = [
     "RandomState",
     "ReplayBuffer",
     "ReplayBufferDataset",
+    "ReturnsToGo",
     "RewardScale",
     "RoundRobinWriter",
     "Sampler",

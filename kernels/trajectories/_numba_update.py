@@ -6,7 +6,17 @@ import numpy as np
 from numba import carray
 
 from gpubuf.kernels._jit import jit, kernel
-from gpubuf.kernels._primitives import as_f64, as_i64, as_u8, load_f32, load_i64, lowest_bit, prefetch_l2, store_f32, store_i64
+from gpubuf.kernels._primitives import (
+    as_f64,
+    as_i64,
+    as_u8,
+    load_f32,
+    load_i64,
+    lowest_bit,
+    prefetch_l2,
+    store_f32,
+    store_i64,
+)
 from gpubuf.kernels.rows import ENTRY, ROW_BYTES, ROW_STRIDE
 from gpubuf.kernels.rows._numba_copy import differ, row_address
 from gpubuf.kernels.trajectories._numba_search import (
