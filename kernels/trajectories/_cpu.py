@@ -285,6 +285,7 @@ def update_returns(
     view, (gamma, scale, offset) = _Ring(ends, ring, *shape), rule.tolist()
     (field,) = fields_of(rewards.view(-1, ENTRY))
     value = torch.full((view.envs, elements), torch.nan, dtype=torch.float64, device="cpu")
+    env = torch.arange(view.envs, device="cpu")
     changes = unfinished = torch.ones(view.envs, dtype=torch.bool, device="cpu")
     for age in reversed(range(view.filled)):
         end = view.flags[age]
@@ -294,7 +295,7 @@ def update_returns(
             if not changes.any():
                 break
         unfinished = unfinished & ~end
-        row = view.rows_of(torch.tensor(age), torch.arange(view.envs, device="cpu"))
+        row = view.step[age] * view.envs + env
         reward = load(field, row).view(DTYPES[dtype]).double() * scale + offset
         value = reward + gamma * value.masked_fill(end[:, None], 0.0)
         returns[row[changes]] = value[changes].float()

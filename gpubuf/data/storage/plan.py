@@ -338,8 +338,10 @@ STEPS_KEY: Key = ("steps_to_next_obs",)
 
 def _told(kind: int, dtype: torch.dtype, elements: int = 1, at: int = 0) -> rows.Field:
     """A field of what is told of the rows: it is stored nowhere, or in a column of its own ``at`` an address."""
-    code, column = rows.dtype_code(dtype), rows.table_entry(at, elements * dtype.itemsize)
-    return rows.Field(*column, kind=kind, stored=code, written=code, batch=code, elements=elements, writes=0)
+    code = rows.dtype_code(dtype)
+    of_dtypes = {"stored": code, "written": code, "batch": code}
+    here, row_bytes, split, beyond, stride = rows.table_entry(at, elements * dtype.itemsize)
+    return rows.Field(here, row_bytes, split, beyond, stride, kind, **of_dtypes, elements=elements, writes=0)
 
 
 class Law(Protocol):

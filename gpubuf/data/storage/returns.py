@@ -21,10 +21,11 @@ class ReturnsToGo:
     """Batches get the return to go of each drawn row: the discounted sum of the rewards to the end of its trajectory.
 
     ``G_t = r_t + gamma * G_(t+1)``, and ``r_t`` at the end, float32 of the shape of a reward, such as ``[B, 1]``. It is
-    NaN until the trajectory has ended. The buffer keeps it beside the rows, 4 bytes per element and row, up to date
-    with every write: nobody writes it, and indexing gives rows as they were written. A truncated trajectory, and one
-    that ``end_trajectories()`` ends, has the return of what was seen of it: nothing is bootstrapped. Rewards that are
-    changed in place change it. All of it is summed in float64, from the rewards as they are stored.
+    NaN until the trajectory has ended (with ``traj_key``, until the row after its last one is there). The buffer keeps
+    it beside the rows, 4 bytes per element and row, up to date with every write: nobody writes it, and indexing gives
+    rows as they were written. A truncated trajectory, and one that ``end_trajectories()`` ends, has the return of what
+    was seen of it: nothing is bootstrapped. Rewards that are changed in place change it. Sums are float64, of the
+    rewards as they are stored.
 
     Args:
         gamma: the discount, in [0, 1].
