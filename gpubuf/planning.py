@@ -27,6 +27,7 @@ from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key
 from gpubuf.data.storage.placement import PINNED, SPLIT, IndexBytes, NothingFitsError, choose, near_steps, readable
 from gpubuf.data.storage.placement import parse_bytes as parse_bytes
 from gpubuf.data.storage.plan import Recipe, RowPlan
+from gpubuf.data.storage.returns import ReturnsToGo
 from gpubuf.data.storage.schema import Codec, Options, Schema, continued_keys
 from gpubuf.data.storage.share_next import entries_of, side_bytes
 from gpubuf.data.storage.windows import Window
@@ -177,6 +178,7 @@ def plan(
     next_capacity: int | None = None,
     n_steps: int = 1,
     windows: Window | Mapping[Any, Window] | None = None,
+    returns: ReturnsToGo | None = None,
     writers: int | Writers = 0,
 ) -> Plan:
     """The memory that a buffer takes, and where it fits on this machine now. Nothing is allocated. No host sync.
@@ -190,7 +192,7 @@ def plan(
             plan is for as many transitions as fit, and for no more than one would if it were added.
         envs: environments, for storages with ``ndim=2``.
         dtypes, batch_dtypes, share_next, next_capacity: as for :class:`gpubuf.LazyTensorStorage`.
-        n_steps, windows: as for :class:`gpubuf.ReplayBuffer`. More than one step takes a few bits per row.
+        n_steps, windows, returns: as for :class:`gpubuf.ReplayBuffer`. More than one step takes a few bits per row.
         writers: as for :class:`gpubuf.ReplayBuffer`; 0: none. They take a byte per row, and queues on the host.
 
     Returns:
@@ -213,8 +215,9 @@ def plan(
         places = Writers.of(writers)
         step_bytes = envs * schema.written.row_bytes
         queues = places.count * places.steps_for(step_bytes) * step_bytes
-    recipe = Recipe(n_steps, windows=windows)
-    row = _Row(schema, options, recipe.needs_ends, bool(writers))
+    recipe = Recipe(n_steps, windows=windows, returns=returns)
+    told = bool(writers) + (0 if returns is None else returns.leaf(schema).row_bytes)
+    row = _Row(schema, options, recipe.needs_ends, told)
     chosen = copy.copy(_sampler(sampler))
     chosen.reader = RowPlan(recipe)
     free = host_memory.free()
@@ -237,13 +240,13 @@ class _Row:
         schema: of the rows.
         options: of the storage.
         has_ends: whether the storage keeps the ends of trajectories, for transitions of several steps.
-        marked: whether a byte of a row says that another writer's follows.
+        told: bytes of a row that say whether another writer's follows, and of its return to go.
     """
 
     schema: Schema
     options: Options
     has_ends: bool
-    marked: bool
+    told: int
 
     @property
     def counters(self) -> int:
@@ -268,7 +271,7 @@ class _Row:
         """Bytes of tree and index."""
         shape = (steps,) if envs == 1 else (steps, envs)
         ends = bitmap_bytes(shape, device_type) if self.has_ends else 0
-        ends += steps * envs * self.marked
+        ends += steps * envs * self.told
         return sampler.index_bytes(shape, device_type) + IndexBytes(index=ends) + self.beside(steps, envs)[1]
 
     def plans(self, steps: int, envs: int) -> tuple[KeyPlan, ...]:

@@ -23,6 +23,7 @@ from gpubuf.data.samplers.uniform import RandomSampler, SamplerWithoutReplacemen
 from gpubuf.data.stacks import FrameStack
 from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.memmap import LazyMemmapStorage
+from gpubuf.data.storage.returns import ReturnsToGo
 from gpubuf.data.storage.schema import Codec
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.storage.windows import Window
@@ -61,6 +62,7 @@ __all__ = [
     "RandomState",
     "ReplayBuffer",
     "ReplayBufferDataset",
+    "ReturnsToGo",
     "RewardScale",
     "RoundRobinWriter",
     "Sampler",

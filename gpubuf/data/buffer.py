@@ -23,6 +23,7 @@ from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.storage.containers import Data
 from gpubuf.data.storage.indexing import plain_index
 from gpubuf.data.storage.plan import Recipe
+from gpubuf.data.storage.returns import ReturnsToGo
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.storage.windows import Window
 from gpubuf.data.transforms import Compose
@@ -71,6 +72,8 @@ class ReplayBuffer:
         windows: the steps around a drawn row that a batch has: a :class:`Window` for all keys, or a mapping of keys to
             Windows, each of which stands for all keys below it. With ``n_steps`` those of a key under ``"next"`` are
             around the last row. Indexing gives rows as they were written. See docs/windows.md.
+        returns: gives each row of a batch the discounted sum of the rewards to the end of its trajectory, see
+            :class:`ReturnsToGo`. Buffers with one storage have the same.
         writers: places for writers in other processes: a number, or :class:`Writers` with more options. Each gets a
             :meth:`client`. Default: none.
 
@@ -105,6 +108,7 @@ class ReplayBuffer:
         end_keys: Sequence[Any] | None = None,
         traj_key: Any = None,
         windows: Window | Mapping[Any, Window] | None = None,
+        returns: ReturnsToGo | None = None,
         process: Sequence[Any] = (),
         relabel: Hindsight | None = None,
         writers: int | Writers | None = None,
@@ -113,7 +117,7 @@ class ReplayBuffer:
             storage,
             sampler,
             writer,
-            Recipe(n_steps, gamma, reward_keys, end_keys, traj_key, windows=windows),
+            Recipe(n_steps, gamma, reward_keys, end_keys, traj_key, windows=windows, returns=returns),
             process,
             transform,
             relabel=relabel,

@@ -118,7 +118,8 @@ class Hindsight(TrajectoryBounds):
         """Raise if batches made by ``recipe``, with this processing, can't be relabelled.
 
         Raises:
-            ValueError: they have several steps or windows, or a key that this reads or changes is processed.
+            ValueError: they have several steps, windows or returns to go, or a key that this reads or changes is
+                processed.
         """
         if recipe.n_steps > 1:
             raise ValueError(
@@ -126,6 +127,8 @@ class Hindsight(TrajectoryBounds):
             )
         if recipe.windows:
             raise ValueError("hindsight gives single rows other goals: it can't be used with windows")
+        if recipe.returns is not None:
+            raise ValueError("hindsight gives rows other rewards, of which returns to go would know nothing")
         keys = self.goal_key, (NEXT_KEY, *self.goal_key), self.achieved_key, self.reward_key
         for step in processing:
             served = step.serves()

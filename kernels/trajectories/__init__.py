@@ -267,3 +267,43 @@ Returns:
     int64 ``[touched_rows(n, need, T, E, before, past)]``: the rows of these steps, contiguous in the ring, for the
     refresh of a tree. With ``n >= steps`` all rows are recomputed. No host sync.
 """
+
+
+class ReturnRule(NamedTuple):
+    """How returns add up. ``torch.tensor(rule, dtype=torch.float64)`` is the argument of :data:`update_returns`.
+
+    Attributes:
+        gamma: the discount.
+        scale, offset: a reward is ``stored * scale + offset``.
+    """
+
+    gamma: float
+    scale: float = 1.0
+    offset: float = 0.0
+
+
+update_returns = define(
+    "trajectories_update_returns(Tensor(a!) returns, Tensor ends, Tensor(b!) ring, Tensor rewards, Tensor rule,"
+    " int dtype, int n, int steps, int envs) -> ()",
+    __name__,
+    fake=lambda *_: None,
+)
+"""``update_returns(returns, ends, ring, rewards, rule, dtype, n, steps, envs)``: the newest ``n`` steps may have ended.
+
+Call it after :data:`update`. The return to go of a row is the discounted sum of the rewards from it to the end of its
+trajectory: ``G_t = r_t + gamma * G_(t+1)``, and ``r_t`` at a set end flag. ``returns``, float32 ``[T * E, elements]``,
+gets that of all rows of each trajectory that ends in those steps, and NaN in those rows of them whose trajectory is in
+progress. Other rows stay as they are: what comes before the oldest step changes no return. With ``n >= steps`` all rows
+are computed anew.
+
+``rewards`` is int64 ``[1, 5]``, an entry of the table of :mod:`gpubuf.kernels.rows`, and ``dtype`` the code of what it
+stores. ``rule`` is float64 ``[3]``, see :class:`ReturnRule`. Sums are float64, rounded once to float32. On a GPU blocks
+of steps are scanned, so that the order of the additions differs. One program has a trajectory: nobody else writes its
+rows. One launch, O(n + steps of the trajectories that have ended), no host sync. On a CPU rewards that are not stored
+as float32 take the plain definition, which looks at the flags of all steps.
+
+Raises:
+    TypeError, ValueError: a tensor has another shape, dtype or device, or ``dtype`` is no code of :data:`rows.DTYPES`.
+
+Formula: the return, Sutton and Barto, "Reinforcement Learning", 2nd edition, section 3.3.
+"""

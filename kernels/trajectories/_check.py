@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Never
 
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._registry import demand_dense, demand_int64
+from gpubuf.kernels._registry import check_devices, demand, demand_dense, demand_int64
 from gpubuf.kernels.philox import check_request
-from gpubuf.kernels.rows import ENTRY
-from gpubuf.kernels.trajectories import bit_levels, eligible_words, level_sizes
+from gpubuf.kernels.rows import ENTRY, OPAQUE
+from gpubuf.kernels.trajectories import ReturnRule, bit_levels, eligible_words, level_sizes
 
 
 @lru_cache(maxsize=256)
@@ -112,6 +113,21 @@ def check_eligible(eligible: Tensor, n: int, need: int, steps: int, envs: int, b
     if before < 0 or past < 0:
         raise ValueError(f"before and past must be at least 0, not before={before} and past={past}")
     demand_dense("eligible", eligible, torch.int64, eligible_words(steps * envs))
+
+
+def check_returns(
+    returns: Tensor, ends: Tensor, ring: Tensor, rewards: Tensor, rule: Tensor, dtype: int, n: int, *shape: int
+) -> int:
+    """Elements of a row; raise TypeError or ValueError unless ``returns`` are those of a ring of that shape."""
+    check_ends(ends, ring, *shape)
+    check_signals(rewards, True, n)
+    check_devices(returns, ends, ring, rewards, rule)
+    rows = math.prod(shape)
+    if not 0 <= dtype < OPAQUE:
+        raise ValueError(f"dtype must be a code in 0 .. {OPAQUE - 1}, but is {dtype}")
+    demand("rule", rule, torch.float64, (len(ReturnRule._fields),))
+    demand("returns", returns, torch.float32, (rows, returns.numel() // rows))
+    return returns.shape[1]
 
 
 def too_short(longest: int, min_len: int) -> RuntimeError:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpubuf.kernels._registry import length_of
 from gpubuf.kernels.philox._cpu import uniform
-from gpubuf.kernels.rows import ENTRY, SIZE, WRITTEN, has_lost
+from gpubuf.kernels.rows import DTYPES, ENTRY, SIZE, WRITTEN, has_lost
 from gpubuf.kernels.rows._cpu import fields_of, load
 from gpubuf.kernels.trajectories import (
     Rule,
@@ -26,6 +26,7 @@ from gpubuf.kernels.trajectories._check import (
     check_eligible,
     check_ends,
     check_index,
+    check_returns,
     check_signals,
     check_slice_len,
     not_stored,
@@ -274,3 +275,27 @@ def update_eligible(
     flags[touched] = can_start[touched]
     eligible.view(-1).copy_(_packed(flags.reshape(-1, 1)).view(-1))
     return (touched[:, None] * envs + torch.arange(envs, device="cpu")).view(-1)
+
+
+def update_returns(
+    returns: Tensor, ends: Tensor, ring: Tensor, rewards: Tensor, rule: Tensor, dtype: int, n: int, *shape: int
+) -> None:
+    """See :data:`gpubuf.kernels.trajectories.update_returns`."""
+    elements = check_returns(returns, ends, ring, rewards, rule, dtype, n, *shape)
+    view, (gamma, scale, offset) = _Ring(ends, ring, *shape), rule.tolist()
+    (field,) = fields_of(rewards.view(-1, ENTRY))
+    value = torch.full((view.envs, elements), torch.nan, dtype=torch.float64, device="cpu")
+    env = torch.arange(view.envs, device="cpu")
+    changes = unfinished = torch.ones(view.envs, dtype=torch.bool, device="cpu")
+    for age in reversed(range(view.filled)):
+        end = view.flags[age]
+        if age < view.filled - n:
+            # Only trajectories that have ended since go further back.
+            changes = changes & ~(end | unfinished)
+            if not changes.any():
+                break
+        unfinished = unfinished & ~end
+        row = view.step[age] * view.envs + env
+        reward = load(field, row).view(DTYPES[dtype]).double() * scale + offset
+        value = reward + gamma * value.masked_fill(end[:, None], 0.0)
+        returns[row[changes]] = value[changes].float()

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from gpubuf.kernels import config
 from gpubuf.kernels._launching import all_registers, cdiv, launch
 from gpubuf.kernels._registry import check_devices, device_name, length_of
 from gpubuf.kernels.config import IndexConfig, SliceConfig
+from gpubuf.kernels.rows import DTYPES
 from gpubuf.kernels.trajectories import (
     Slices,
     bit_levels,
@@ -32,6 +34,7 @@ from gpubuf.kernels.trajectories._check import (
     check_eligible,
     check_ends,
     check_index,
+    check_returns,
     check_signals,
     check_slice_len,
 )
@@ -248,3 +251,27 @@ def update_eligible(
         maxnreg=registers, **how, BLOCK_WORDS=ELIGIBLE_WORDS,
     )  # fmt: skip
     return rows
+
+
+RETURN_STEPS = 128
+"""Steps that a program of returns scans at a time, in one warp."""
+
+_FLOATS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
+_WHOLE = {torch.int8: tl.int8, torch.int16: tl.int16, torch.int32: tl.int32, torch.int64: tl.int64}
+
+
+def update_returns(
+    returns: Tensor, ends: Tensor, ring: Tensor, rewards: Tensor, rule: Tensor, dtype: int, n: int, *shape: int
+) -> None:
+    """See :data:`gpubuf.kernels.trajectories.update_returns`."""
+    elements = check_returns(returns, ends, ring, rewards, rule, dtype, n, *shape)
+    steps, envs = shape
+    slots = tuple(words // envs for words in bit_levels(steps, envs))
+    programs = run_bounds(min(n, steps), slots)[0] * envs * elements
+    if n == 0 or programs == 0:
+        return
+    # Booleans are the bytes that they are.
+    stored = (_FLOATS | _WHOLE).get(DTYPES[dtype], tl.uint8)
+    how = {"LEVELS": len(slots), "DTYPE": stored, "BLOCK_STEPS": RETURN_STEPS, "num_warps": 1}
+    tensors, sizes = (returns, ends, ring, rewards, rule), (min(n, steps), steps, envs, elements)
+    launch(writers.trajectories_update_returns_kernel, programs, *tensors, *sizes, **how)

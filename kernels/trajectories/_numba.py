@@ -8,17 +8,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from gpubuf.kernels._jit import named
 from gpubuf.kernels._registry import length_of
-from gpubuf.kernels.rows import ENTRY
+from gpubuf.kernels.rows import ENTRY, dtype_code
 from gpubuf.kernels.trajectories import Slices, _cpu, new_slices, oldest_touched, touched_rows
 from gpubuf.kernels.trajectories._check import (
     check_draw,
     check_eligible,
     check_ends,
     check_index,
+    check_returns,
     check_signals,
     check_slice_len,
 )
@@ -30,8 +32,10 @@ _rebuild_index = named("trajectories._numba_update.rebuild_index")
 _update_eligible_steps = named("trajectories._numba_update.update_eligible_steps")
 _update_ends_alone = named("trajectories._numba_update.update_ends_alone")
 _update_index = named("trajectories._numba_update.update_index")
+_update_returns = named("trajectories._numba_update.update_returns_of_steps")
 _weigh_again = named("trajectories._numba_update.weigh_again")
 
+_FLOAT32 = dtype_code(torch.float32)
 _addresses = functools.partial(map, Tensor.data_ptr)
 
 
@@ -112,3 +116,14 @@ def update_eligible(
     sizes = (count // envs, edge, need, starts_too, before, past, steps, envs)
     _update_eligible_steps(*_addresses((eligible, ends, ring)), *sizes, rows.data_ptr())
     return rows
+
+
+def update_returns(
+    returns: Tensor, ends: Tensor, ring: Tensor, rewards: Tensor, rule: Tensor, dtype: int, n: int, *shape: int
+) -> None:
+    """See :data:`gpubuf.kernels.trajectories.update_returns`."""
+    if dtype != _FLOAT32:
+        _cpu.update_returns(returns, ends, ring, rewards, rule, dtype, n, *shape)
+        return
+    elements = check_returns(returns, ends, ring, rewards, rule, dtype, n, *shape)
+    _update_returns(*_addresses((returns, ends, ring, rewards, rule)), n, *shape, elements)

@@ -6,7 +6,17 @@ import numpy as np
 from numba import carray
 
 from gpubuf.kernels._jit import jit, kernel
-from gpubuf.kernels._primitives import as_i64, as_u8, load_i64, lowest_bit, prefetch_l2, store_i64
+from gpubuf.kernels._primitives import (
+    as_f64,
+    as_i64,
+    as_u8,
+    load_f32,
+    load_i64,
+    lowest_bit,
+    prefetch_l2,
+    store_f32,
+    store_i64,
+)
 from gpubuf.kernels.rows import ENTRY, ROW_BYTES, ROW_STRIDE
 from gpubuf.kernels.rows._numba_copy import differ, row_address
 from gpubuf.kernels.trajectories._numba_search import (
@@ -434,3 +444,27 @@ def update_eligible_steps(  # type: ignore[no-untyped-def]
                     is_eligible = 1
             word = eligible[row >> 6] & ~(1 << (row & 63))
             eligible[row >> 6] = word | (is_eligible << (row & 63))
+
+
+@kernel
+def update_returns_of_steps(returns, ends, ring, rewards, rule, n, steps, envs, elements):  # type: ignore[no-untyped-def]
+    """:data:`gpubuf.kernels.trajectories.update_returns` of float32 rewards."""
+    oldest, filled, _ = ring_view(ring, steps, envs)
+    entry, numbers = carray(as_i64(rewards), ENTRY), carray(as_f64(rule), 3)
+    gamma, scale, offset = numbers[0], numbers[1], numbers[2]
+    for env in range(envs):
+        for element in range(elements):
+            ended, value = False, np.nan
+            for age in range(filled - 1, -1, -1):
+                step = step_of(age, oldest, steps)
+                is_end = _is_end(ends, envs, env, step) == 1
+                # Only a trajectory that has ended since goes further back.
+                if age < filled - n and (is_end or not ended):
+                    break
+                row = step * envs + env
+                if is_end:
+                    ended, value = True, 0.0
+                if ended:
+                    reward = float(load_f32(row_address(entry, row) + 4 * element)) * scale + offset
+                    value = reward + gamma * value
+                store_f32(returns + 4 * (row * elements + element), np.float32(value))

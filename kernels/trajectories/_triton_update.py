@@ -31,6 +31,7 @@ from gpubuf.kernels.trajectories._triton import (
     bit,
     count_bits,
     first_age,
+    first_of_word,
     last_age,
     load_past,
     load_ring,
@@ -39,6 +40,7 @@ from gpubuf.kernels.trajectories._triton import (
     nearest_end,
     next_in_word,
     nodes_of,
+    step_of,
     weight_of,
     words_of,
 )
@@ -564,3 +566,75 @@ def trajectories_update_eligible_kernel(
     result = tl.sum(tl.reshape(bits, (BLOCK_WORDS, 64)), axis=1)
     number = tl.program_id(0).to(tl.int64) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
     tl.store(eligible_ptr + wrapped((begin >> 6) + number, words), result, mask=number < run)
+
+
+@triton.jit
+def _discounted(decay, value, later_decay, later_value):
+    """Two runs of a discounted sum as one: of ``decay * before + value``."""
+    return decay * later_decay, later_decay * value + later_value
+
+
+@jit_for_any_size()
+def trajectories_update_returns_kernel(
+    returns_ptr,  # float32 [T * E, elements]
+    ends_ptr,
+    ring_ptr,
+    rewards_ptr,  # int64 [1, 5], a column
+    rule_ptr,  # float64 [3] = (gamma, scale, offset)
+    n,
+    steps,
+    envs,
+    elements,
+    LEVELS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK_STEPS: tl.constexpr,
+):
+    """A program has the trajectories that end in a word of the run, and one element of their rewards.
+
+    It goes back from each end, a block of steps at a time: lane i is i steps before the first of them, a scan over the
+    lanes gives ``G = reward + gamma * G of the step after``, and the last lane leads to the next block. What is in
+    progress ends virtually, with NaN in place of 0, and is followed through the ``n`` steps alone.
+
+    Grid: (words of the run * E * elements,).
+    """
+    n = n.to(tl.int64)
+    steps = steps.to(tl.int64)
+    envs = envs.to(tl.int64)
+    elements = elements.to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    element = program % elements
+    env = program // elements % envs
+    j = program // elements // envs
+    cursor, filled, oldest = load_ring(ring_ptr, steps, envs)
+    first, last = run_of_steps(cursor, n, steps)
+    words = words_of(steps, 0)
+    head, _, count = run_above(first, last, words)
+    slot = wrapped(head + j, words)
+    flags = tl.load(ends_ptr + slot * envs + env, mask=j < count, other=0)
+    rest = load_word(ends_ptr, slot, env, j < count, filled, oldest, steps, envs)
+    begin = first_of_word(ends_ptr, slot, env, rest != 0, oldest, steps, envs, LEVELS)
+    device_rows, split, host_rows, stride = load_column(rewards_ptr)
+    gamma = tl.load(rule_ptr)
+    scale = tl.load(rule_ptr + 1)
+    offset = tl.load(rule_ptr + 2)
+    pointer: tl.constexpr = tl.pointer_type(DTYPE)
+    lane = tl.arange(0, BLOCK_STEPS)
+    decays = tl.full((BLOCK_STEPS,), 1.0, tl.float64) * gamma
+    for _ in range(count_bits(rest)):
+        age, length, others = next_in_word(rest, slot, begin, 0, oldest, steps)
+        ended = (flags & rest & -rest) != 0
+        length = tl.where(ended, length, tl.minimum(length, n))
+        length = tl.where(age < filled - n, 0, length)
+        value = tl.where(ended, 0.0, float("nan")).to(tl.float64)
+        for start in range(0, length, BLOCK_STEPS):
+            back = start + lane
+            inside = back < length
+            row = step_of(tl.where(inside, age - back, 0), oldest, steps) * envs + env
+            address = row_address(row, device_rows, split, host_rows, stride).to(pointer) + element
+            reward = tl.load(address, mask=inside & ended, other=0).to(tl.float64) * scale + offset
+            decay, total = tl.associative_scan((decays, reward), 0, _discounted)
+            total += decay * value
+            tl.store(returns_ptr + row * elements + element, total.to(tl.float32), mask=inside)
+            value = tl.sum(tl.where(lane == BLOCK_STEPS - 1, total, 0.0), 0)
+        begin = age + 1
+        rest = others

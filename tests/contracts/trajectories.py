@@ -6,6 +6,7 @@ drawn from them, are those of :mod:`gpubuf.kernels.trajectories.reference`.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Hashable, Sequence
@@ -271,6 +272,29 @@ class Index:
         found = self.slices(torch.tensor(by_row, dtype=torch.int64), slice_len)
         expected = laid_out([rest[row][:slice_len] for row in by_row], slice_len)
         assert tuple(part.tolist() for part in found) == expected
+
+    def store_rewards(self, elements: int, dtype: torch.dtype, low: int = -3, high: int = 4) -> None:
+        """Give every row of the storage a new reward, of whole numbers, which sum exactly by a discount of a half."""
+        numbers = [self.random.randint(low, high) for _ in range(self.steps * self.envs * elements)]
+        self.rewards = torch.tensor(numbers).view(self.steps * self.envs, elements).to(dtype)
+
+    def update_returns(self, returns: Tensor, n: int, rule: trajectories.ReturnRule) -> None:
+        entry = torch.tensor([rows.table_entry(self.rewards.data_ptr(), self.rewards[0].nbytes)])
+        numbers = torch.tensor(rule, dtype=torch.float64)
+        tensors, code = (returns, self.ends, self.ring, entry, numbers), rows.dtype_code(self.rewards.dtype)
+        trajectories.update_returns(*tensors, code, n, *self.shape())
+
+    def returns(self, rule: trajectories.ReturnRule) -> dict[int, list[float]]:
+        """The returns to go of every row in the ring."""
+        found: dict[int, list[float]] = {}
+        for trajectory in self.model.trajectories():
+            value = [math.nan if self.model.is_virtual_end(trajectory[-1]) else 0.0] * self.rewards.shape[1]
+            for row in reversed(trajectory):
+                rewards = self.rewards[row].tolist()
+                pairs = zip(rewards, value, strict=True)
+                value = [reward * rule.scale + rule.offset + rule.gamma * later for reward, later in pairs]
+                found[row] = value
+        return found
 
     def assert_eligible(self, n: int, need: int, starts_too: bool, before: int = 0, past: int = 0) -> None:
         """The eligible rows after a write of ``n`` steps, and the list of those that were looked at."""

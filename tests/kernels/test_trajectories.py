@@ -15,7 +15,7 @@ import triton.language as tl
 
 from gpubuf.kernels import config, philox, rows, trajectories
 from gpubuf.kernels._registry import Backend
-from gpubuf.kernels.trajectories import Rule, _launch
+from gpubuf.kernels.trajectories import ReturnRule, Rule, _launch
 from gpubuf.kernels.trajectories._triton import nodes_of, words_of
 from gpubuf.kernels.trajectories._triton_update import run_above, run_of_bytes, run_of_steps, run_of_words
 from tests.contracts import on_both
@@ -214,6 +214,80 @@ def test_eligible_rows_look_back(backend, need, starts_too, before, past, laps):
         index.empty()
         index.write(steps // 2, 0.2)
         index.assert_eligible(steps // 2, need, starts_too, before, past)
+
+
+#: Shapes of a ring, how it tells ends, elements and dtypes of rewards.
+RETURNS = {
+    "a step": (1, 1, False, 1, torch.float32, ReturnRule(0.9)),
+    "a word": (64, 1, True, 1, torch.float64, ReturnRule(1.0)),
+    "several words": (200, 3, True, 2, torch.float32, ReturnRule(0.99)),
+    "nothing ahead counts": (65, 2, False, 1, torch.bfloat16, ReturnRule(0.0)),
+    "flags of halves": (150, 2, False, 3, torch.float16, ReturnRule(0.5)),
+    "a codec": (70, 3, False, 2, torch.int8, ReturnRule(0.5, 0.25, -1.0)),
+    "booleans": (67, 2, False, 1, torch.bool, ReturnRule(0.9)),
+    "no element": (70, 3, False, 0, torch.float32, ReturnRule(0.9)),
+}
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    on_both(RETURNS, lambda name: name != "a step", ("several words", "a codec")),
+    indirect=["backend"],
+)
+def test_returns_to_go(backend, name):
+    """Write by write, over several wraps: sums to the end of each trajectory, NaN where it is in progress."""
+    steps, envs, by_id, elements, dtype, rule = RETURNS[name]
+    index = Index(steps, envs, by_id=by_id, seed=steps)
+    index.store_rewards(elements, dtype, high=100 if dtype is torch.float32 else 4)
+    returns = torch.full((steps * envs, elements), 12345.0)
+    for i, n in enumerate(writes_of(steps, backend)):
+        index.write(n, chance=(0.02, 0.3, 0.9)[i % 3])
+        # With identifiers the step before a write may have ended.
+        index.update_returns(returns, n + by_id, rule)
+        assert_returns(index, returns, rule)
+    untouched = returns.clone()
+    index.update_returns(returns, 0, rule)
+    assert torch.equal(returns.nan_to_num(7), untouched.nan_to_num(7))
+    index.store_rewards(elements, dtype)
+    index.update_returns(returns, steps + 5, rule)
+    assert_returns(index, returns, rule)
+
+
+def assert_returns(index, returns, rule):
+    expected = index.returns(rule)
+    found = {row: returns[row].tolist() for row in expected}
+    assert found == {row: pytest.approx(value, rel=1e-6, abs=1e-6, nan_ok=True) for row, value in expected.items()}
+
+
+@pytest.mark.gate
+def test_returns_of_trajectories_longer_than_a_block(backend):
+    """Several blocks of steps lead on to each other, across words and the seam; rewards that overflow stay so."""
+    index = Index(700, 1, seed=4)
+    index.store_rewards(1, torch.float32)
+    returns = torch.zeros(700, 1)
+    rule = ReturnRule(0.999)
+    for n, chance in ((500, 0.0), (1, 1.0), (650, 0.004), (1, 1.0)):
+        index.write(n, chance)
+        index.update_returns(returns, n, rule)
+        assert_returns(index, returns, rule)
+    assert max(map(len, index.model.trajectories())) > 2 * _launch.RETURN_STEPS
+    index.rewards[index.model.row(0, 690)] = torch.inf
+    index.update_returns(returns, 700, rule)
+    expected = [index.returns(rule)[row][0] for row in range(700)]
+    torch.testing.assert_close(returns[:, 0], torch.tensor(expected), equal_nan=True)
+
+
+def test_returns_refuse_what_does_not_fit(backend):
+    index = Index(5, 2)
+    index.store_rewards(1, torch.float32)
+    for returns in (torch.zeros(10), torch.zeros(9, 1), torch.zeros(10, 2).T):
+        with pytest.raises(ValueError, match="returns must"):
+            index.update_returns(returns, 1, ReturnRule(0.9))
+    with pytest.raises(TypeError, match="returns must be float32"):
+        index.update_returns(torch.zeros(10, 1, dtype=torch.float64), 1, ReturnRule(0.9))
+    index.rewards = torch.zeros(10, 1, dtype=torch.complex64)
+    with pytest.raises(ValueError, match="dtype must be a code"):
+        index.update_returns(torch.zeros(10, 1), 1, ReturnRule(0.9))
 
 
 @pytest.mark.gate

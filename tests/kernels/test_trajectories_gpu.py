@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
 from gpubuf.kernels import philox, rows, trajectories
-from gpubuf.kernels.trajectories import Rule
+from gpubuf.kernels.trajectories import ReturnRule, Rule
 from tests.support.waiting import no_waiting
 
 pytestmark = [
@@ -148,3 +150,39 @@ def test_no_sync():
             twin.update(n)
             twin.queries(32, n, row)
             trajectories.resum(twin.ends, twin.sums, twin.ring, 500, 7, 32, *twin.rule)
+
+
+@pytest.mark.parametrize(("steps", "envs"), [(5000, 1), (300, 64)])
+def test_returns_are_those_of_the_cpu(steps, envs):
+    """Also of a graph, whose replays go on with what was written since. No host sync."""
+    flags = torch.rand(4 * steps, envs, generator=torch.Generator().manual_seed(1)) < 0.01
+    twins = [Twin(steps, envs, 16, Rule(1), False, device) for device in ("cpu", "cuda")]
+    rewards = torch.randn(steps * envs, 2, generator=torch.Generator().manual_seed(2))
+    found = []
+    for twin in twins:
+        device = twin.ring.device
+        own, returns = rewards.to(device), torch.full((steps * envs, 2), 7.0, device=device)
+        entry = torch.tensor([rows.table_entry(own.data_ptr(), 8)], device=device)
+        rule = torch.tensor(ReturnRule(0.99), dtype=torch.float64, device=device)
+
+        def update(n, twin=twin, returns=returns, entry=entry, rule=rule):
+            code = rows.dtype_code(torch.float32)
+            trajectories.update_returns(returns, twin.ends, twin.ring, entry, rule, code, n, steps, envs)
+
+        at = 0
+        for n in (steps // 2, 1, steps, 1, 200, steps // 3):
+            twin.write(flags[at : at + n])
+            with no_waiting() if device.type == "cuda" else contextlib.nullcontext():
+                update(n)
+            at += n
+        twin.write(flags[at : at + 1])
+        update(1)
+        if device.type == "cuda":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                update(1)
+        for n in range(20):
+            twin.write(flags[at + 1 + n : at + 2 + n])
+            graph.replay() if device.type == "cuda" else update(1)
+        found.append((returns.cpu(), own))
+    torch.testing.assert_close(found[1][0], found[0][0], equal_nan=True)

@@ -55,6 +55,10 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("tests/data/test_share*.py", "tests/data/test_buffer_contract.py"),
     ),
     "stacks": (("gpubuf/data/stacks.py",), ("tests/data/test_stacks.py",)),
+    "returns to go": (
+        ("gpubuf/data/storage/returns.py", "gpubuf/data/storage/plans.py"),
+        ("tests/data/test_returns_to_go.py", "tests/data/test_n_step.py"),
+    ),
     "places": (
         (
             "gpubuf/data/storage/column.py",

@@ -22,6 +22,7 @@ from gpubuf.kernels.trajectories import Demand, Rule
 
 _update = without_dispatch(trajectories.update)
 _update_eligible = without_dispatch(trajectories.update_eligible)
+_update_returns = without_dispatch(trajectories.update_returns)
 _cpu = Backend("gpubuf.kernels.trajectories._cpu")
 _bounds = without_dispatch(trajectories.bounds, given=("row",))
 
@@ -298,3 +299,9 @@ class EndBits:
         tensors, shape = (eligible, self.ends, self._ring.counters), (self.steps, self.envs)
         changed: Tensor = _update_eligible(*tensors, n, need, starts_too, *shape, *back)
         return changed
+
+    def update_returns(self, returns: Tensor, rewards: Tensor, rule: Tensor, dtype: int, n: int) -> None:
+        """Returns of what ends with the newest ``n`` steps: see :data:`gpubuf.kernels.trajectories.update_returns`."""
+        # The step before the write has got a next one, which may be of another trajectory or writer.
+        n += self.signal.by_id + self._marks.by_writers
+        _update_returns(returns, self.ends, self._ring.counters, rewards, rule, dtype, n, self.steps, self.envs)

@@ -15,7 +15,7 @@ from gpubuf.data.storage.schema import Schema
 
 
 class Follower(Protocol):
-    """What a storage keeps about its rows: marks, ends, entries that are not tensors, next observations stored once."""
+    """What a storage keeps about its rows: marks, ends, returns, what is no tensor, next observations stored once."""
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +97,7 @@ class Reader(Protocol):
 
 
 #: Marks come before what reads them.
-_ORDER = ("marks", "ends", "host", "sharing")
+_ORDER = ("marks", "ends", "returns", "host", "sharing")
 
 
 class Followers:
@@ -123,7 +123,7 @@ class Followers:
         return {"own": (), "_kept": {}, "listeners": (), "write_listeners": (), "priority": None}
 
     def keep(self, **kept: Follower | None) -> None:
-        """Tell what the storage keeps about its rows: marks, ends, host, sharing. None: it keeps none."""
+        """Tell what the storage keeps about its rows: marks, ends, returns, host, sharing. None: it keeps none."""
         self._kept |= kept
         found = tuple([each for name in _ORDER if (each := self._kept.get(name)) is not None])
         if found != self.own:

@@ -19,6 +19,7 @@ from torch import Tensor
 from gpubuf.data.arguments import Missing
 from gpubuf.data.storage.column import Column
 from gpubuf.data.storage.layout import OF_A_DRAW, Key, Leaf, Node, RowLayout, as_key, as_written, rows_in
+from gpubuf.data.storage.returns import ReturnsToGo
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import END_NAMES, NEXT_KEY, Schema, check_tells_ends, default_ends
 from gpubuf.data.storage.tree_layout import layout_of
@@ -335,11 +336,12 @@ REWARD_KEYS: tuple[Key, ...] = (("next", "reward"),)
 STEPS_KEY: Key = ("steps_to_next_obs",)
 
 
-def _told(kind: int, dtype: torch.dtype) -> rows.Field:
-    """A field of what is told of the rows, which is stored nowhere."""
-    code, size = rows.dtype_code(dtype), dtype.itemsize
-    of_column = {"device_rows": 0, "row_bytes": size, "split": 0, "host_rows": 0, "row_stride": size}
-    return rows.Field(**of_column, kind=kind, stored=code, written=code, batch=code, elements=1, writes=0)
+def _told(kind: int, dtype: torch.dtype, elements: int = 1, at: int = 0) -> rows.Field:
+    """A field of what is told of the rows: it is stored nowhere, or in a column of its own ``at`` an address."""
+    code = rows.dtype_code(dtype)
+    of_dtypes = {"stored": code, "written": code, "batch": code}
+    here, row_bytes, split, beyond, stride = rows.table_entry(at, elements * dtype.itemsize)
+    return rows.Field(here, row_bytes, split, beyond, stride, kind, **of_dtypes, elements=elements, writes=0)
 
 
 class Law(Protocol):
@@ -386,6 +388,7 @@ class Recipe:
         windows: the steps around a drawn row that keys have: one :class:`Window` for all, or one for each key that has
             several, which stands for all keys below it. From ``n_steps`` 2 on a key under ``"next"`` has those around
             the last row.
+        returns: the returns to go that batches have; None: none.
 
     Keys may be given as users write them; the attributes are tuples of names.
 
@@ -402,6 +405,7 @@ class Recipe:
     traj_key: Any = None
     processing: Processing | None = None
     windows: Any = ()
+    returns: ReturnsToGo | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.n_steps, bool) or not isinstance(self.n_steps, int):
@@ -427,12 +431,13 @@ class Recipe:
     @property
     def takes_single_rows(self) -> bool:
         """Whether a row of a batch is made of one row."""
-        return self.n_steps == 1 and not self.windows
+        return self.n_steps == 1 and not self.windows and self.returns is None
 
     @property
     def needs_ends(self) -> bool:
         """Whether batches depend on where trajectories end."""
-        return self.n_steps > 1 or any(window.needs_ends for _, window in self.windows)
+        told = self.n_steps > 1 or self.returns is not None
+        return told or any(window.needs_ends for _, window in self.windows)
 
     @property
     def past(self) -> int:
@@ -500,7 +505,7 @@ class Recipe:
                 f"their own, {list(layout.nested_batch)}: give the storage so many more, as ndim="
                 f"{1 + len(layout.nested_batch)} in place of 1"
             )
-        for key in self._told(schema.batch):
+        for key in self._told(schema):
             if key in OF_A_DRAW or layout.position(key) is not None:
                 whose = "draws" if key in OF_A_DRAW else "the rows"
                 raise ValueError(f"batches of {self} get a key {as_written(key)!r}, which {whose} have already")
@@ -516,7 +521,7 @@ class Recipe:
             self._check_window(key, window, schema, rewards)
         if self.needs_ends:
             self.ends(schema)
-        self.layout(schema.batch)
+        self.layout(schema)
 
     def _takes_other_row(self, key: Key) -> bool:
         """Whether batches have a key of another row than the drawn one."""
@@ -526,7 +531,7 @@ class Recipe:
         """Raise a KeyError or a ValueError if rows of ``schema`` can't be given in a window."""
         layout, name, looks_back = schema.written, as_written(key), window.first < 0
         found = [position for position, leaf in enumerate(layout.leaves) if leaf.key[: len(key)] == key]
-        if not found:
+        if not found and not (self.returns is not None and self.returns.key == key):
             raise KeyError(f"there is a window of {name!r}, which is not stored; the keys are {layout.keys}")
         told = window.mask or window.is_first or window.rows
         if isinstance(layout.root, int) and told:
@@ -563,7 +568,7 @@ class Recipe:
                     f"give the storage share_next=[{as_written(twin)!r}]"
                 )
 
-    def _told(self, layout: RowLayout) -> dict[Key, rows.Field]:
+    def _told(self, schema: Schema, returns_at: int = 0) -> dict[Key, rows.Field]:
         """The fields of what batches tell of their rows, by key."""
         found = {} if self.n_steps == 1 else {STEPS_KEY: _told(rows.STEPS, torch.int64)}
         for _, window in self.windows:
@@ -576,6 +581,12 @@ class Recipe:
                     field = replace(_told(kind, dtype), **window.options)
                     if found.setdefault(key, field) != field:
                         raise ValueError(f"{as_written(key)!r} can't tell of two windows that differ")
+        if self.returns is not None:
+            leaf = self.returns.leaf(schema)
+            field, of_leaf = _told(rows.DRAWN, leaf.dtype, leaf.n_elements, returns_at), self.window_of(leaf.key)
+            field = field if of_leaf is None else replace(field, **of_leaf.options)
+            if found.setdefault(leaf.key, field) != field:
+                raise ValueError(f"{leaf.name} can't be both the return to go and what is told of a window")
         return found
 
     def rewards(self, schema: Schema) -> frozenset[int]:
@@ -589,15 +600,18 @@ class Recipe:
         keys = REWARD_KEYS if self.reward_keys is None else self.reward_keys
         return frozenset(position_of(schema.written, key, f"n_steps={self.n_steps} sums the reward") for key in keys)
 
-    def fields(self, schema: Schema, fields: list[rows.Field]) -> list[rows.Field]:
-        """The fields of a batch, from those of single rows: each with the row that it reads, and what happens to it."""
+    def fields(self, schema: Schema, fields: list[rows.Field], returns_at: int = 0) -> list[rows.Field]:
+        """The fields of a batch, from those of single rows: each with the row that it reads, and what happens to it.
+
+        ``returns_at`` is the address of the returns to go.
+        """
         if self.processing is not None:
             leaves = schema.batch.leaves
             options = [self.processing.options(leaf.key) for leaf in leaves]
             fields = [replace(field, **own) for field, own in zip(fields, options, strict=True)]
         if self.takes_single_rows:
             return fields
-        rewards, chosen = self.rewards(schema), self._told(schema.batch)
+        rewards, chosen = self.rewards(schema), self._told(schema, returns_at)
         for position, (leaf, field) in enumerate(zip(schema.batch.leaves, fields, strict=True)):
             if position in rewards:
                 field = replace(field, kind=rows.SUM)
@@ -605,27 +619,32 @@ class Recipe:
                 field = replace(field, kind=rows.LAST)
             window = self.window_of(leaf.key)
             chosen[leaf.key] = field if window is None else replace(field, **window.options)
-        return [chosen[leaf.key] for leaf in self.layout(schema.batch).leaves]
+        return [chosen[leaf.key] for leaf in self.layout(schema).leaves]
 
-    def layout(self, layout: RowLayout) -> RowLayout:
-        """The layout of a batch, from that of single rows: with windows, and with what is told of the rows."""
+    def layout(self, schema: Schema) -> RowLayout:
+        """The layout of a batch: that of single rows with windows, and with what is told of the rows."""
+        layout = schema.batch
         if self.takes_single_rows:
             return layout
-        example = []
-        for leaf in layout.leaves:
-            window = self.window_of(leaf.key)
-            shape = leaf.shape if window is None else window.shape_of(leaf)
-            # One element each, whatever the shape.
-            example.append(torch.empty((), dtype=leaf.dtype, device="cpu").expand(1, *shape))
         told = {
             key: torch.empty((1, field.window), dtype=rows.DTYPES[field.batch], device="cpu")
-            for key, field in self._told(layout).items()
+            for key, field in self._told(schema).items()
         }
-        return layout_of(layout.assemble(example, (1,), None, told), 1)
+        if self.returns is not None:
+            told[self.returns.key] = self._example(self.returns.leaf(schema))
+        return layout_of(layout.assemble(list(map(self._example, layout.leaves)), (1,), None, told), 1)
+
+    def _example(self, leaf: Leaf) -> Tensor:
+        window = self.window_of(leaf.key)
+        shape = leaf.shape if window is None else window.shape_of(leaf)
+        # One element each, whatever the shape.
+        return torch.empty((), dtype=leaf.dtype, device="cpu").expand(1, *shape)
 
     def __str__(self) -> str:
         """What batches are of, for messages."""
-        return f"n_steps={self.n_steps}" + (" and windows" if self.windows else "") if self.n_steps > 1 else "windows"
+        steps = f"n_steps={self.n_steps}" if self.n_steps > 1 else ""
+        windows, returns = "windows" if self.windows else "", "" if self.returns is None else "returns"
+        return " and ".join(filter(None, (steps, windows, returns)))
 
     def ends(self, schema: Schema) -> tuple[tuple[int, ...], bool]:
         """Which keys tell the ends of trajectories: their positions in ``schema``, and whether they are identifiers.

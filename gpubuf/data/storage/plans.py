@@ -12,8 +12,10 @@ from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.column import address_table
 from gpubuf.data.storage.end_bits import EndBits, Marks, Signal, bitmap_bytes
 from gpubuf.data.storage.follower import Followers, Reader
+from gpubuf.data.storage.layout import address
 from gpubuf.data.storage.placement import IndexBytes, depends_on_room
 from gpubuf.data.storage.plan import Recipe, RowPlan, as_stored, field_table
+from gpubuf.data.storage.returns import Returns, ReturnsToGo
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.rows import NO_ROWS, Rows
 from gpubuf.data.storage.schema import Options, Schema
@@ -85,6 +87,8 @@ class Readers:
     Attributes:
         ends_by: which keys tell the ends of trajectories; None: nobody asks.
         end_bits: where they end, if somebody asks. None: nobody does, or nothing is allocated.
+        returns_by: how returns to go add up; None: nobody asks.
+        returns: the returns to go, likewise.
     """
 
     def __init__(self, batch: RowPlan, followers: Followers, marks: Marks) -> None:
@@ -93,6 +97,8 @@ class Readers:
         self._rows = NO_ROWS
         self.ends_by: Recipe | None = None
         self.end_bits: EndBits | None = None
+        self.returns_by: ReturnsToGo | None = None
+        self.returns: Returns | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without readers: those of a copy come anew."""
@@ -123,7 +129,7 @@ class Readers:
         """Serve ``reader`` for as long as it exists: rows that lack what it needs are refused.
 
         Raises:
-            ValueError: another one knows the ends of trajectories by other keys.
+            ValueError: another one knows the ends of trajectories by other keys, or has other returns to go.
             KeyError: the rows lack what it needs.
         """
         if self._rows is not NO_ROWS:
@@ -138,17 +144,28 @@ class Readers:
                 self._keep_ends(self._rows, recipe)
                 self._followers.rebuild_own()
             self.ends_by = recipe
+        if recipe.returns is not None and recipe.returns != self.returns_by:
+            if any(other.recipe.returns is not None for other in self._readers):
+                raise ValueError(f"another buffer with the same storage has other returns to go: {self.returns_by}")
+            self.returns_by = None
+            if self._rows is not NO_ROWS:
+                self._keep_returns(self._rows, recipe.returns)
+                self._followers.rebuild_own()
+            self.returns_by = recipe.returns
         self._readers.add(reader)
 
     def depends_on(self, columns: set[int]) -> bool:
-        """Whether one of these stored keys tells where trajectories end, for who has to know."""
-        return self.end_bits is not None and self.end_bits.depends_on(columns)
+        """Whether one of these stored keys tells where trajectories end, or is added up, for who has to know."""
+        told = self.end_bits is not None and self.end_bits.depends_on(columns)
+        return told or (self.returns is not None and self.returns.depends_on(columns))
 
     def end(self, ring: Ring, env: int | None) -> None:
         """End the trajectories of the newest rows, of one environment or of all. There is memory for marks."""
         self._marks.end(ring.counters, env)
         if self.end_bits is not None:
             self.end_bits.write(1)
+        if self.returns is not None:
+            self.returns.write(1)
         self._followers.on_end()
 
     def check_rows(self, schema: Schema, ndim: int) -> None:
@@ -173,6 +190,9 @@ class Readers:
         index = math.prod(shape) * self._marks.by_writers
         if self.ends_by is not None:
             index += bitmap_bytes(shape, device_type)
+        if self.returns_by is not None:
+            # Of rewards of one element: there is no schema yet.
+            index += 4 * math.prod(shape)
         if self._rows.sharing is not None:
             index += self._rows.sharing.nbytes
         samplers = self._followers.samplers
@@ -185,7 +205,9 @@ class Readers:
             self._keep_ends(rows, self.ends_by)
         elif self.end_bits is not None:
             self.end_bits.readdress(rows.table)
-            self._followers.keep(ends=self.end_bits)
+            if self.returns is not None:
+                self.returns.readdress(rows.table)
+            self._followers.keep(ends=self.end_bits, returns=self.returns)
         for reader in self._readers:
             if isinstance(reader, RowPlan):
                 self._set(reader, rows)
@@ -195,6 +217,13 @@ class Readers:
         signal = Signal(tuple(rows.schema.columns[position] for position in positions), by_id)
         self.end_bits = EndBits(signal, rows.ring, rows.shape, rows.table, self._marks)
         self._followers.keep(ends=self.end_bits)
+        if self.returns_by is not None:
+            self._keep_returns(rows, self.returns_by)
+
+    def _keep_returns(self, rows: Rows, options: ReturnsToGo) -> None:
+        assert self.end_bits is not None
+        self.returns = Returns(options, rows.schema, self.end_bits, rows.table)
+        self._followers.keep(returns=self.returns)
 
     def _set(self, plan: RowPlan, rows: Rows) -> None:
         """Read rows by the recipe of ``plan`` where they are now, and where trajectories end, if that is known."""
@@ -203,11 +232,12 @@ class Readers:
         if processing is not None:
             processing.bind(rows.schema.batch.leaves, rows.envs, rows.device)
             draws, noise = processing.draws, processing.noise
+        returns_at = 0 if self.returns is None else address(self.returns.column)
         bits = self.end_bits.ends if self.end_bits is not None and recipe.needs_ends else None
         links = None if rows.sharing is None else rows.sharing.links
         plan.set(
-            recipe.layout(rows.schema.batch),
-            field_table(recipe.fields(rows.schema, rows.fields(rows.schema.batch)), rows.device),
+            recipe.layout(rows.schema),
+            field_table(recipe.fields(rows.schema, rows.fields(rows.schema.batch), returns_at), rows.device),
             rows.ring,
             rows.capacity,
             reading=Reading(
@@ -220,7 +250,7 @@ class Readers:
 
     def forget(self) -> None:
         """The rows are gone."""
-        self._rows, self.end_bits = NO_ROWS, None
+        self._rows, self.end_bits, self.returns = NO_ROWS, None, None
         for reader in self._readers:
             if isinstance(reader, RowPlan):
                 reader.forget()

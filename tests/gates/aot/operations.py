@@ -339,6 +339,10 @@ def run_trajectories(record: Recorder) -> None:
             record.run(trajectories.resum, ends, sums, ring, *shape, *rule)
             record.run(trajectories.update_eligible, eligible, ends, ring, n, 3, flag, steps, envs)
             record.run(trajectories.update_eligible, eligible, ends, ring, n, 3, flag, steps, envs, 2, 5)
+        returns, rule = torch.empty(steps * envs, 1), torch.empty(3, dtype=torch.float64)
+        for dtype in map(rows.dtype_code, (torch.float32, torch.bfloat16)):
+            entry = ints(1, rows.ENTRY)
+            record.run(trajectories.update_returns, returns, ends, ring, entry, rule, dtype, n, steps, envs)
 
     read(32, 256, 4, 10**6, (False, True))
     read(32, 10**5, 4, 10**6, (True,))

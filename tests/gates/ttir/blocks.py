@@ -25,6 +25,7 @@ def blocks(which: str) -> Iterator[None]:
     with (
         mock.patch.object(_launch, "ELIGIBLE_WORDS", 1),
         mock.patch.object(_launch, "BLOCK_ROWS", 8),
+        mock.patch.object(_launch, "RETURN_STEPS", 4),
         mock.patch.object(sum_tree_launch, "TOP_NODES", 2),
         mock.patch.object(config, "index_slices", return_value=SliceConfig(8, 8, 1)),
         config.using(

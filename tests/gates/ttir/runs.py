@@ -123,6 +123,7 @@ QUICK = {
     trajectories::test_every_path
     trajectories::test_eligible_starts
     trajectories::test_one_step_at_a_time
+    trajectories::test_returns_of_trajectories_longer_than_a_block
 """,
     "ptx": AT_EDGES,
 }
