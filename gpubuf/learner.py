@@ -159,8 +159,8 @@ class Learner:
                 self.loss._look_for_nan(batch, losses)
             return TensorDict(dict(losses), batch_size=[])
         found = self.loss(batch) if policy else self.loss.critic_losses(batch)
-        losses = {name: value for name, value in found.items() if value.ndim == 0 or name.startswith("loss_")}
-        minimised = [value for name, value in losses.items() if name.startswith("loss_")]
+        losses = {name: value for name, value in found.items() if value.ndim == 0 or name.startswith("loss")}
+        minimised = [value for name, value in losses.items() if name.startswith("loss")]
         if not minimised or any(value.ndim for value in minimised):
             raise ValueError(f"a learner minimises scalars called 'loss_*', got {dict(found.items()).keys()}")
         self.optimizer.zero_grad(set_to_none=True)
