@@ -18,7 +18,6 @@ from tensordict import TensorDict
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import Tensor, nn
 from torch.distributions import OneHotCategorical
-from torch.nn.functional import one_hot
 
 from gpubuf import modules, objectives
 from gpubuf.data import Normalize
@@ -105,19 +104,24 @@ class Deterministic(Gaussian):
         return torch.add(output, noise, alpha=_EXPLORATION).clamp_(-1, 1)
 
 
+def _one_hot(index: Tensor, size: int) -> Tensor:
+    """PyTorch's own looks at the numbers on a CPU, so that no step with it can be replayed."""
+    return (index.unsqueeze(-1) == torch.arange(size, device=index.device)).float()
+
+
 class Discrete(Gaussian):
     """A policy whose network gives the logits of `A` actions, which are one-hot vectors."""
 
     discrete = True
 
     def best(self, output: Any) -> Tensor:
-        return one_hot(output.argmax(-1), output.shape[-1]).float()
+        return _one_hot(output.argmax(-1), output.shape[-1])
 
     def explored(self, output: Any, noise: Tensor | None) -> Tensor:
         return cast(Tensor, OneHotCategorical(logits=output, validate_args=False).sample())
 
     def random(self, num_envs: int, size: int, device: torch.device) -> Tensor:
-        return one_hot(torch.randint(size, (num_envs,), device=device), size).float()
+        return _one_hot(torch.randint(size, (num_envs,), device=device), size)
 
     def in_units(self, output: Any, low: Tensor, high: Tensor) -> Tensor:
         """The number of the best action, counted from ``low``."""

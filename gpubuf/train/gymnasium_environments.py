@@ -7,7 +7,9 @@ replace by the first one of the next. `EpisodeRecorder` makes an open episode re
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from typing import Any
 
 import gymnasium as gym
@@ -36,7 +38,7 @@ def make(name: str) -> gym.Env[NDArray[Any], NDArray[Any]]:
             continuous ones with bounds or one of several.
     """
     try:
-        env = gym.make(name, disable_env_checker=True)
+        env = _made(name)
     except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
         hint = 'those of MuJoCo are in "gpubuf[mujoco]"'
         raise EnvironmentUnusableError(f"{name} needs a package that is not installed: {error}; {hint}") from None
@@ -64,6 +66,21 @@ def make(name: str) -> gym.Env[NDArray[Any], NDArray[Any]]:
     if not observed.is_np_flattenable:
         raise EnvironmentUnusableError(f"{name} has observations that can't be flattened, {observed}")
     return gym.wrappers.FlattenObservation(env)
+
+
+@functools.cache
+def _register_installed() -> None:
+    """As Gymnasium did before 1.0. Packages of that time, such as MinAtar, rely on it."""
+    for each in entry_points(group="gymnasium.envs"):
+        each.load()()
+
+
+def _made(name: str) -> gym.Env[Any, Any]:
+    try:
+        return gym.make(name, disable_env_checker=True)
+    except gym.error.NamespaceNotFound:
+        _register_installed()
+    return gym.make(name, disable_env_checker=True)
 
 
 def _is_image(space: gym.Space[Any]) -> bool:
