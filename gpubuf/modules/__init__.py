@@ -3,7 +3,7 @@
 from gpubuf.modules.linear import UnitLinear
 from gpubuf.modules.mlp import MLP, EnsembleLinear, EnsembleMLP, ResidualBlock
 from gpubuf.modules.norms import BatchNorm, LayerNorm, RMSNorm, set_statistics
-from gpubuf.modules.pixels import ENCODERS, Dueling, PixelEncoder, make_dqn
+from gpubuf.modules.pixels import ENCODERS, Dueling, Encoded, PixelEncoder, make_dqn
 from gpubuf.modules.sac import (
     GaussianParameters,
     SquashedGaussianParameters,
@@ -25,6 +25,7 @@ __all__ = [
     "MLP",
     "BatchNorm",
     "Dueling",
+    "Encoded",
     "EnsembleLinear",
     "EnsembleMLP",
     "GaussianParameters",

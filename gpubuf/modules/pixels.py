@@ -85,6 +85,31 @@ class PixelEncoder(nn.Module):
         return out
 
 
+class Encoded(nn.Module):
+    """A network that sees images through an encoder: ``network(trunk(encoder(image)), *others)``.
+
+    The trunk, a linear layer with layer norm and tanh, belongs to this network alone. That is how DrQ-v2 (Yarats et
+    al., arXiv 2107.09645) shares one encoder between actor and critics.
+
+    Args:
+        encoder: of the images, the first input.
+        width: of the trunk's output.
+        network: a function of that and the other inputs.
+        learns: whether losses of this network train the encoder.
+    """
+
+    def __init__(self, encoder: PixelEncoder, width: int, network: nn.Module, learns: bool = True) -> None:
+        super().__init__()
+        like: Any = next(encoder.parameters())
+        new = {"device": like.device, "dtype": like.dtype}
+        trunk = (nn.Linear(encoder.features, width, **new), nn.LayerNorm(width, **new), nn.Tanh())
+        self.encoder, self.trunk, self.network, self._learns = encoder, nn.Sequential(*trunk), network, learns
+
+    def forward(self, image: Tensor, *others: Tensor) -> Any:
+        x = self.encoder(image)
+        return self.network(self.trunk(x if self._learns else x.detach()), *others)
+
+
 class Dueling(nn.Module):
     """Values of actions as the value of the state, and how much better than the mean each is.
 
