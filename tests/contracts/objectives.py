@@ -98,7 +98,11 @@ def _td3(critics: str) -> LossContract:
 def _dqn(**settings: Any) -> LossContract:
     def make(**options: Any) -> Any:
         network = make_dqn(OBSERVATION, losses_setup.ACTIONS, CELLS, dueling=bool(settings), dtype=torch.float64)
-        return separated(losses_setup.make_dqn_loss(network, **{**settings, **options}))
+        loss = separated(losses_setup.make_dqn_loss(network, **{**settings, **options}))
+        for target in loss.target_value_network_params.values(True, True):
+            # It prefers other actions.
+            target.neg_()
+        return loss
 
     batch = partial(losses_setup.discrete_batch, space=settings.get("action_space", "one-hot"))
     lacks = frozenset({"atoms", "nets", "target_entropy", "scalar_output_mode"})

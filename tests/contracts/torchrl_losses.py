@@ -192,7 +192,8 @@ class Case:
         for name, params in loss.named_children():
             if name.startswith("target_"):
                 for path in params.keys(True, True):
-                    params.get(path).data.mul_(0.8)
+                    # That of DQN prefers other actions.
+                    params.get(path).data.mul_(-0.8 if self.loss == "DQNLoss" else 0.8)
         return loss
 
     def rows(self) -> TensorDict:
