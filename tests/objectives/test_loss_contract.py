@@ -27,7 +27,7 @@ SEED = 3
 every = pytest.mark.parametrize("contract", CONTRACTS.values(), ids=list(CONTRACTS))
 of_each_class = pytest.mark.parametrize("contract", CLASSES.values(), ids=list(CLASSES))
 #: Each class in every setting that changes what rows mean to it, of one kind of networks.
-SETTINGS = ("value network", "lambda returns", "own, next", "mixture", "min, sigma", "double")
+SETTINGS = ("value network", "lambda returns", "own, next", "mixture", "min, sigma", "double", "categorical")
 FORMS = {name: each for name, each in CONTRACTS.items() if each in CLASSES.values() or name.endswith(SETTINGS)}
 of_each_form = pytest.mark.parametrize("contract", FORMS.values(), ids=list(FORMS))
 class_names = pytest.mark.parametrize("name", CLASSES)
