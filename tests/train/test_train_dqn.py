@@ -239,3 +239,15 @@ def test_minatar(game):
     for _ in range(60):
         trainer.advance()
     assert trainer._updates > 0
+
+
+@pytest.mark.parametrize("how", ["bfloat16", pytest.param("compile", marks=pytest.mark.slow)])
+def test_updates_computed_otherwise(how, monkeypatch):
+    """Nearly the same losses, in float32."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options))
+    torch._dynamo.reset()
+    settings = {"log_every": 8 * 100, **RAINBOW}
+    sums = [run(tiny(**{how: chosen}, **settings), iterations=12)[0]._sums for chosen in (False, True)]
+    assert sums[1].dtype is torch.float32
+    assert sums[1].tolist() == pytest.approx(sums[0].tolist(), rel=0.05 if how == "bfloat16" else 1e-4)
