@@ -52,7 +52,8 @@ class Learner:
 
     Args:
         loss: a loss of :mod:`gpubuf.objectives` or another library, or a function: it takes a batch, and returns a
-            TensorDict or dict whose entries ``"loss_*"`` are minimised together. It writes priorities into the batch.
+            TensorDict or dict whose entries ``"loss_*"`` are minimised together, or ``"loss"`` if there is no such
+            entry. It writes priorities into the batch.
         optimizer: of the parameters that learn.
         buffer: what batches are drawn from, and priorities given back to. None: each call gets a batch.
         target: moves the targets after each step; None where the optimiser does it, or there are none.
@@ -159,10 +160,11 @@ class Learner:
                 self.loss._look_for_nan(batch, losses)
             return TensorDict(dict(losses), batch_size=[])
         found = self.loss(batch) if policy else self.loss.critic_losses(batch)
-        losses = {name: value for name, value in found.items() if value.ndim == 0 or name.startswith("loss_")}
-        minimised = [value for name, value in losses.items() if name.startswith("loss_")]
+        losses = {name: value for name, value in found.items() if value.ndim == 0 or name.startswith("loss")}
+        parts = [value for name, value in losses.items() if name.startswith("loss_")]
+        minimised = parts or [value for name, value in losses.items() if name == "loss"]
         if not minimised or any(value.ndim for value in minimised):
-            raise ValueError(f"a learner minimises scalars called 'loss_*', got {dict(found.items()).keys()}")
+            raise ValueError(f"a learner minimises scalars called 'loss_*', or 'loss', got {[*map(str, found.keys())]}")
         self.optimizer.zero_grad(set_to_none=True)
         # The losses share no parameters, so their sum gives each parameter the gradient of its own loss.
         # By this thread: another one, which PyTorch has for each GPU, waits for Python at every function of ours.

@@ -1,7 +1,8 @@
 """Train an agent on an environment.
 
-Soft actor-critic, one of its descendants or TD3, on an environment of Gymnasium or one made of tensor operations; and
-evaluate it. Exit codes: 0 done, 1 training diverged, 2 the request can't be met, 130 interrupted by Ctrl-C and saved.
+Soft actor-critic, one of its descendants, TD3 or DQN, on an environment of Gymnasium or one made of tensor operations;
+and evaluate it. Exit codes: 0 done, 1 training diverged, 2 the request can't be met, 130 interrupted by Ctrl-C and
+saved.
 """
 
 from __future__ import annotations

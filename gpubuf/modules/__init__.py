@@ -3,6 +3,7 @@
 from gpubuf.modules.linear import UnitLinear
 from gpubuf.modules.mlp import MLP, EnsembleLinear, EnsembleMLP, ResidualBlock
 from gpubuf.modules.norms import BatchNorm, LayerNorm, RMSNorm, set_statistics
+from gpubuf.modules.pixels import ENCODERS, Dueling, Encoded, PixelEncoder, make_dqn
 from gpubuf.modules.sac import (
     GaussianParameters,
     SquashedGaussianParameters,
@@ -20,12 +21,16 @@ from gpubuf.modules.tanh_normal import TanhNormal
 from gpubuf.modules.weight_norm import UnitWeight, normalize_rows, normalize_weights, unit_weights
 
 __all__ = [
+    "ENCODERS",
     "MLP",
     "BatchNorm",
+    "Dueling",
+    "Encoded",
     "EnsembleLinear",
     "EnsembleMLP",
     "GaussianParameters",
     "LayerNorm",
+    "PixelEncoder",
     "RMSNorm",
     "ResidualBlock",
     "SquashedGaussianParameters",
@@ -34,6 +39,7 @@ __all__ = [
     "TanhNormalHead",
     "UnitLinear",
     "UnitWeight",
+    "make_dqn",
     "make_fastsac_actor",
     "make_fastsac_critic",
     "make_flashsac_actor",

@@ -22,6 +22,7 @@ from torch.nn.functional import softplus
 
 from gpubuf.modules.fast_call import entries, is_plain
 from gpubuf.modules.mlp import MLP, EnsembleMLP
+from gpubuf.modules.pixels import Encoded, PixelEncoder
 from gpubuf.modules.tanh_normal import TanhNormal
 from gpubuf.modules.weight_norm import draw_rows
 
@@ -103,6 +104,7 @@ def make_sac_actor(
     *,
     activation: Callable[[], nn.Module] = nn.ReLU,
     scale_lb: float = 1e-4,
+    encoder: PixelEncoder | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     **head: Any,
@@ -114,11 +116,12 @@ def make_sac_actor(
     calls its ``get_dist``.
 
     Args:
-        obs_dim: width of all inputs together.
+        obs_dim: width of all inputs together; with an encoder, of what is made of its features, 50 in DrQ.
         action_dim: number of action components, A.
         num_cells: widths of the hidden layers.
         activation: factory of the activation modules.
         scale_lb: lower bound of the standard deviation, which starts near 1.
+        encoder: that of the critics, for images: see :class:`~gpubuf.modules.Encoded`. They alone train it.
         device: of the parameters.
         dtype: of the parameters.
         **head: ``low``, ``high``, ``in_keys``, ``action_key`` and ``return_log_prob`` of :func:`tanh_normal_actor`.
@@ -127,7 +130,8 @@ def make_sac_actor(
         ValueError: a bound is infinite, ``low >= high``, or the bounds are not ``[A]``.
     """
     body = MLP(obs_dim, 2 * action_dim, num_cells, activation, device=device, dtype=dtype)
-    network = nn.Sequential(body, GaussianParameters(scale_lb))
+    seeing = body if encoder is None else Encoded(encoder, obs_dim, body, learns=False)
+    network = nn.Sequential(seeing, GaussianParameters(scale_lb))
     return tanh_normal_actor(network, action_dim, device=device, dtype=dtype, **head)
 
 
@@ -190,6 +194,7 @@ def make_sac_critic(
     num_nets: int = 2,
     num_atoms: int = 1,
     activation: Callable[[], nn.Module] = nn.ReLU,
+    encoder: PixelEncoder | None = None,
     in_keys: Sequence[NestedKey] = ("observation", "action"),
     out_key: NestedKey = "state_action_value",
     **layers: Any,
@@ -199,18 +204,20 @@ def make_sac_critic(
     For a critic that knows more than the actor, name its observations among ``in_keys``.
 
     Args:
-        obs_dim: width of all observations among ``in_keys`` together.
+        obs_dim: width of all observations among ``in_keys`` together; with an encoder, as for the actor.
         action_dim: number of action components.
         num_cells: widths of the hidden layers.
         num_nets: number of networks, N.
         num_atoms: number of outputs, A: logits of the atoms of a categorical distribution; 1 for plain values.
         activation: factory of the activation modules.
+        encoder: of images, the first of ``in_keys``; all nets have it in common.
         in_keys: keys of the inputs, each ``[*batch, width]``.
         out_key: key of the values, ``[N, *batch, A]``.
         **layers: ``device``, ``dtype``, and other keyword arguments of :class:`EnsembleMLP`, such as ``norm``.
     """
     network = EnsembleMLP(num_nets, obs_dim + action_dim, num_atoms, num_cells, activation, **layers)
-    return TensorDictModule(network, list(in_keys), [out_key])
+    seeing = network if encoder is None else Encoded(encoder, obs_dim, network)
+    return TensorDictModule(seeing, list(in_keys), [out_key])
 
 
 class SquashedGaussianParameters(nn.Module):

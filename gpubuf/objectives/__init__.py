@@ -7,6 +7,7 @@ from gpubuf.objectives.base import LossModule
 from gpubuf.objectives.crossq import CrossQLoss
 from gpubuf.objectives.discrete_sac import DiscreteSACLoss
 from gpubuf.objectives.distributional import DistributionalSACLoss
+from gpubuf.objectives.dqn import DQNLoss
 from gpubuf.objectives.networks import target_parameters
 from gpubuf.objectives.redq import REDQLoss
 from gpubuf.objectives.sac import SACLoss
@@ -16,6 +17,7 @@ from gpubuf.objectives.values import TD0Estimator, TD1Estimator, TDLambdaEstimat
 
 __all__ = [
     "CrossQLoss",
+    "DQNLoss",
     "DiscreteSACLoss",
     "DistributionalSACLoss",
     "HardUpdate",

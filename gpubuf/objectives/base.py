@@ -43,7 +43,7 @@ from gpubuf.objectives.networks import Networks, ParametersByName
 from gpubuf.objectives.values import ESTIMATORS, TD0Estimator, ValueEstimators
 
 if TYPE_CHECKING:
-    from gpubuf.objectives.options import LossOptions
+    from gpubuf.objectives.options import CommonOptions, LossOptions
 
 
 def warn(text: str) -> None:
@@ -66,7 +66,7 @@ def _target_params(name: str) -> property:
 
 
 class LossModule(TensorDictModuleBase):
-    """Base class of losses: reads a TensorDict, returns one with entries ``"loss_*"``.
+    """Base class of losses: reads a TensorDict, returns one with entries ``"loss_*"``, or ``"loss"`` alone.
 
     Losses here compare values with temporal-difference targets (Sutton, 1988). A subclass runs its networks, calls
     :meth:`td_target` on the values of the next step and :meth:`td_loss` on those of this one, and writes the error of
@@ -195,27 +195,34 @@ class LossModule(TensorDictModuleBase):
             The options.
         """
         options: LossOptions = self.Options(**arguments)
-        networks = Networks(actor_network, qvalue_network, options)
+        single = {"actor_network": (actor_network, options.delay_actor), **options.further}
+        networks = Networks(single, qvalue_network, options)
+        self._actor, self._critics = networks.single["actor_network"], networks.critics
+        self._have(networks, options)
+        return options
+
+    def _have(self, networks: Networks, options: CommonOptions) -> None:
+        """Run ``networks``, and have the options as attributes."""
         for field in fields(options):
             if field.name not in options.CONSUMED:
                 setattr(self, field.name, getattr(options, field.name))
-        if self.reduction == "none" and options.scalar_output_mode is None and self.scalar_names:
+        if self.reduction == "none" and self.scalar_output_mode is None and self.scalar_names:
             warn(
                 f"{type(self).__name__} with reduction='none' leaves {' and '.join(self.scalar_names)}, which are "
                 "scalars, out of its output. Pass scalar_output_mode='exclude' to silence this warning, or "
                 "'non_tensor' to have them as non-tensor data."
             )
             self.scalar_output_mode = "exclude"
-        self._networks, self._actor, self._critics = networks, networks.single["actor_network"], networks.critics
+        self._networks = networks
         for name, each in networks.every.items():
             # Modules are no submodules: their tensors are registered once, as the `*_params`.
             self.__dict__[name] = each.network
         for name, params in networks.parameters().items():
             setattr(self, name, params)
         self.refresh_links()
-        found = {key: getattr(self.actor_network, name, None) for key, name in self._keys_of_actors}
+        first = next(iter(networks.single.values())).network
+        found = {key: getattr(first, name, None) for key, name in self._keys_of_actors}
         self.set_keys(**{key: next(iter(value)) for key, value in found.items() if value})
-        return options
 
     @property
     def device(self) -> torch.device:
@@ -368,7 +375,8 @@ class LossModule(TensorDictModuleBase):
 
     def _check_action_width(self, tensordict: TensorDictBase) -> None:
         """Raise ValueError if the batch has actions of another width than the policy gives."""
-        key, actor = self.tensor_keys.action, self.actor_network
+        key = self.tensor_keys.action
+        actor: Any = getattr(self, "actor_network", None)
         given: Any = ()
         due = 0
         with torch.no_grad(), contextlib.suppress(Exception):
@@ -383,7 +391,7 @@ class LossModule(TensorDictModuleBase):
     def _look_for_nan(self, tensordict: TensorDictBase, losses: TensorDictBase) -> None:
         """:meth:`warn_of_nan` where that costs no synchronisation, and tensors have values."""
         for name, value in losses.items():
-            if not name.startswith("loss_"):
+            if not name.startswith("loss"):
                 continue
             if type(value) is not Tensor or not value.is_cpu or torch._C._functorch.is_functorch_wrapped_tensor(value):
                 return
@@ -401,7 +409,7 @@ class LossModule(TensorDictModuleBase):
             tensordict: the batch.
             losses: what the loss returned for it.
         """
-        names = [str(name) for name in self.out_keys if name in losses.keys() and str(name).startswith("loss_")]
+        names = [str(name) for name in self.out_keys if name in losses.keys() and str(name).startswith("loss")]
         found = [name for name in names if losses.get(name).isnan().any()]
         if not found or self.nan_named:
             return
@@ -681,7 +689,8 @@ def _check_updater(loss: LossModule, _: Any) -> None:
 
 def _before_loading(loss: LossModule, *_: Any) -> None:
     if loss._networks is not None:
-        loss._networks.critics.before_loading()
+        for each in loss._networks.every.values():
+            each.before_loading()
 
 
 def _after_loading(loss: LossModule, _: Any) -> None:

@@ -49,6 +49,19 @@ def action_space_name(space: Any) -> str:
     raise ValueError(f"action_space must be 'one-hot' or 'categorical', or such a space, got {space!r}")
 
 
+def space_of(loss: LossModule, space: Any) -> tuple[Any, str]:
+    """(the space of the actions that ``loss`` reads, its :func:`action_space_name`), with a warning for None."""
+    if space is None:
+        name = type(loss).__name__
+        warn(
+            f"{name} reads actions as one-hot vectors. Pass action_space='one-hot' to silence this warning, or "
+            "'categorical' if they are indices."
+        )
+        space = ONE_HOT
+    space, _ = leaf_of(space, loss.tensor_keys.action)
+    return space, action_space_name(space)
+
+
 def number_of_actions(space: Any) -> int | None:
     """How many actions ``space`` has; None where it does not say."""
     for owner in (space, getattr(space, "space", None)):
@@ -222,15 +235,7 @@ class DiscreteSACLoss(SoftActorCritic):
     Options = DiscreteSACOptions
 
     def _known_entropy(self, options: Any) -> float | None:
-        action_space = options.action_space
-        if action_space is None:
-            warn(
-                "DiscreteSACLoss reads actions as one-hot vectors. Pass action_space='one-hot' to silence this "
-                "warning, or 'categorical' if they are indices."
-            )
-            action_space = "one-hot"
-        space, _ = leaf_of(action_space, self.tensor_keys.action)
-        self.action_space = action_space_name(space)
+        space, self.action_space = space_of(self, options.action_space)
         if options.target_entropy != "auto":
             return float(options.target_entropy)
         num_actions = number_of_actions(space) if options.num_actions is None else options.num_actions

@@ -6,7 +6,7 @@ import abc
 import copy
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -20,9 +20,6 @@ from gpubuf.modules.linear import PLAIN_LINEAR, ensemble_input_layer, linear_pro
 from gpubuf.modules.mlp import MLP, EnsembleMLP
 from gpubuf.modules.norms import BatchNorm, count_rows, set_statistics
 from gpubuf.objectives.batch import COUNTS, counting_rows
-
-if TYPE_CHECKING:
-    from gpubuf.objectives.options import LossOptions
 
 Path = tuple[str, ...]
 
@@ -210,6 +207,12 @@ class Network:
         self._tensors = leaves(params)
         self._target_tensors = None if target_params is None else [target_params.get(path) for path in paths(params)]
 
+    def before_loading(self) -> None:
+        """Give shared parameters memory that can be written to, until the next :meth:`refresh`."""
+        for path in self._shared:
+            own = self.params.get(path)
+            own.data = own.data.clone()
+
     def redraw(self) -> None:
         """Draw the parameters anew, in place."""
         redraw(self.network)
@@ -377,12 +380,6 @@ class Critics(Network, abc.ABC):
         self._detached.keep_running_statistics()
         # gpubuf's batch norms, also where nothing needs gradients. Others do so in training mode anyway.
         set_statistics(self._target.module, "batch")
-
-    def before_loading(self) -> None:
-        """Give shared parameters memory that can be written to, until the next :meth:`refresh`."""
-        for path in self._shared:
-            own = self.params.get(path)
-            own.data = own.data.clone()
 
     def _running_copies(self) -> tuple[SwappableCopy, SwappableCopy]:
         """Two whose batch norms take the running statistics, which only the online networks move."""
@@ -628,16 +625,16 @@ def make_critics(networks: Any, size: int, *, use_vmap: bool, shared: Mapping[in
 
 
 class Networks:
-    """An actor, critics, and further networks, with the parameters and target parameters that they run on.
+    """Networks of one value or action, critics, and the parameters and target parameters that they run on.
 
     Args:
-        actor_network: the policy.
-        qvalue_network: one network, a list of ``num_qvalue_nets``, or a natively batched ensemble.
+        single: the actor, and further networks, by name, each with whether it has target parameters.
+        qvalue_network: one network, a list of ``num_qvalue_nets``, or a natively batched ensemble. None: no critics.
         options: the arguments of the loss. Of networks that share parameters, actor, further networks and critics, the
             first owns them.
 
     Attributes:
-        single: actor and further networks, by name.
+        single: as given, ready to run.
         critics: the ensemble.
         every: both.
 
@@ -646,9 +643,10 @@ class Networks:
         ValueError: the critics are not ``num_qvalue_nets``.
     """
 
-    def __init__(self, actor_network: Any, qvalue_network: Any, options: LossOptions) -> None:
+    def __init__(self, single: Mapping[str, tuple[Any, bool]], qvalue_network: Any, options: Any) -> None:
         several = qvalue_network if isinstance(qvalue_network, list | tuple | nn.ModuleList) else [qvalue_network]
-        for name, network in (("actor_network", actor_network), *(("qvalue_network", each) for each in several)):
+        critics = [] if qvalue_network is None else [("qvalue_network", each) for each in several]
+        for name, network in (*((name, network) for name, (network, _) in single.items()), *critics):
             if not hasattr(network, "in_keys"):
                 raise TypeError(
                     f"{name} must say which keys it reads and writes, and a {type(network).__name__} does not: wrap it "
@@ -658,21 +656,19 @@ class Networks:
         self.single: dict[str, SingleNetwork] = {}
         #: Parameters that networks added from now on may share, but not train: their owner and path, by id.
         shared: dict[int, Path] = {}
-        for name, (network, delayed) in {
-            "actor_network": (actor_network, options.delay_actor),
-            **options.further,
-        }.items():
+        for name, (network, delayed) in single.items():
             self.single[name] = own = SingleNetwork(network, shared, delayed)
-            if options.separate_losses:
+            if critics and options.separate_losses:
                 trained = zip(paths(own.params), leaves(own.params), strict=True)
                 shared |= {id(tensor): (name, *path) for path, tensor in trained if tensor.requires_grad}
-        self.critics = make_critics(
-            qvalue_network, options.num_qvalue_nets, use_vmap=not options.deactivate_vmap, shared=shared
-        )
-        self.every = {**self.single, "qvalue_network": self.critics}
+        self.every: dict[str, Network] = {**self.single}
         self._delayed = {name for name, each in self.single.items() if each.target is not each.online}
-        if options.delay_qvalue:
-            self._delayed.add("qvalue_network")
+        if critics:
+            self.critics = self.every["qvalue_network"] = make_critics(
+                qvalue_network, options.num_qvalue_nets, use_vmap=not options.deactivate_vmap, shared=shared
+            )
+            if options.delay_qvalue:
+                self._delayed.add("qvalue_network")
 
     def parameters(self) -> dict[str, TensorDictParams]:
         """The parameters of all networks, and new target parameters, by the names under which a loss has them."""
@@ -693,17 +689,19 @@ class Networks:
         """(entries that the networks read, other than actions; actions, or parts of them, that the critics read).
 
         Args:
-            action: the key of the action. What the actor draws counts as one, too.
+            action: the key of the action. What a network draws counts as one, too.
         """
         own = unravel_key(action)
         root = own if isinstance(own, tuple) else (own,)
-        drawn = [*map(unravel_key, getattr(self.single["actor_network"].network, "dist_sample_keys", None) or ())]
+        sampled = (getattr(each.network, "dist_sample_keys", None) or () for each in self.single.values())
+        drawn = [unravel_key(key) for keys in sampled for key in keys]
 
         def is_action(key: Any) -> bool:
             return (key if isinstance(key, tuple) else (key,))[: len(root)] == root or key in drawn
 
         keys = dict.fromkeys(key for each in self.every.values() for key in _read_by(each.network))
-        actions = [key for key in map(unravel_key, self.critics.network.in_keys) if is_action(key)]
+        critics = self.every.get("qvalue_network")
+        actions = [] if critics is None else [*filter(is_action, map(unravel_key, critics.network.in_keys))]
         return [key for key in keys if not is_action(key)], actions
 
 

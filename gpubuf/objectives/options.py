@@ -1,4 +1,4 @@
-"""The keyword arguments that losses of an actor and N critics share."""
+"""The keyword arguments that losses share."""
 
 from __future__ import annotations
 
@@ -32,31 +32,26 @@ def leaf_of(spec: Any, key: NestedKey) -> tuple[Any, int]:
 
 
 @dataclass(frozen=True)
-class LossOptions:
-    """The keyword arguments that losses of an actor and N critics share; :class:`~gpubuf.objectives.SACLoss` has their
-    meaning. A field that is no argument of a loss, but has a value there, has ``init=False`` in its options.
+class CommonOptions:
+    """The keyword arguments that all losses share; :class:`~gpubuf.objectives.SACLoss` has their meaning.
+
+    A field that is no argument of a loss, but has a value there, has ``init=False`` in its options.
 
     Raises:
         TypeError: ``gamma`` is given.
         RuntimeError: ``priority_key`` is given.
-        ValueError: an argument is out of range or none of its choices.
+        ValueError: an argument is none of its choices.
     """
 
     #: Those that do not become attributes of the loss.
-    CONSUMED: ClassVar[frozenset[str]] = frozenset({"gamma", "priority_key", "separate_losses"})
+    CONSUMED: ClassVar[frozenset[str]] = frozenset({"gamma", "priority_key"})
 
-    num_qvalue_nets: int = 2
     loss_function: str = "smooth_l1"
-    delay_actor: bool = False
-    delay_qvalue: bool = True
     gamma: float | None = None
     priority_key: str | None = None
-    separate_losses: bool = False
     reduction: str | None = None
     skip_done_states: bool = False
-    deactivate_vmap: bool = False
     use_prioritized_weights: str | bool = "auto"
-    scalar_output_mode: str | None = None
 
     def __post_init__(self) -> None:
         if self.gamma is not None:
@@ -67,11 +62,33 @@ class LossOptions:
             )
         if self.reduction is None:
             object.__setattr__(self, "reduction", "mean")
-        if self.num_qvalue_nets < 1:
-            raise ValueError(f"num_qvalue_nets must be at least 1, got {self.num_qvalue_nets}")
         one_of(REDUCTIONS, self.reduction, "reduction")
         one_of(LOSS_FUNCTIONS, self.loss_function, "loss_function")
         one_of((False, True, "auto"), self.use_prioritized_weights, "use_prioritized_weights")
+
+
+@dataclass(frozen=True)
+class LossOptions(CommonOptions):
+    """The keyword arguments that losses of an actor and N critics share.
+
+    Raises:
+        TypeError, RuntimeError: as :class:`CommonOptions`.
+        ValueError: an argument is out of range or none of its choices.
+    """
+
+    CONSUMED = CommonOptions.CONSUMED | {"separate_losses"}
+
+    num_qvalue_nets: int = 2
+    delay_actor: bool = False
+    delay_qvalue: bool = True
+    separate_losses: bool = False
+    deactivate_vmap: bool = False
+    scalar_output_mode: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_qvalue_nets < 1:
+            raise ValueError(f"num_qvalue_nets must be at least 1, got {self.num_qvalue_nets}")
         one_of((None, "exclude", "non_tensor"), self.scalar_output_mode, "scalar_output_mode")
 
     @property

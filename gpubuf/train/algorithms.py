@@ -18,7 +18,6 @@ from tensordict import TensorDict
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import Tensor, nn
 from torch.distributions import OneHotCategorical
-from torch.nn.functional import one_hot
 
 from gpubuf import modules, objectives
 from gpubuf.data import Normalize
@@ -105,23 +104,38 @@ class Deterministic(Gaussian):
         return torch.add(output, noise, alpha=_EXPLORATION).clamp_(-1, 1)
 
 
+def _one_hot(index: Tensor, size: int) -> Tensor:
+    """PyTorch's own looks at the numbers on a CPU, so that no step with it can be replayed."""
+    return (index.unsqueeze(-1) == torch.arange(size, device=index.device)).float()
+
+
 class Discrete(Gaussian):
     """A policy whose network gives the logits of `A` actions, which are one-hot vectors."""
 
     discrete = True
 
     def best(self, output: Any) -> Tensor:
-        return one_hot(output.argmax(-1), output.shape[-1]).float()
+        return _one_hot(output.argmax(-1), output.shape[-1])
 
     def explored(self, output: Any, noise: Tensor | None) -> Tensor:
         return cast(Tensor, OneHotCategorical(logits=output, validate_args=False).sample())
 
     def random(self, num_envs: int, size: int, device: torch.device) -> Tensor:
-        return one_hot(torch.randint(size, (num_envs,), device=device), size).float()
+        return _one_hot(torch.randint(size, (num_envs,), device=device), size)
 
     def in_units(self, output: Any, low: Tensor, high: Tensor) -> Tensor:
         """The number of the best action, counted from ``low``."""
         return low + cast(Tensor, output.argmax(-1))
+
+
+class EpsilonGreedy(Discrete):
+    """A policy whose network gives the values of `A` actions: the best one, or with probability epsilon any."""
+
+    def explored(self, output: Any, noise: Tensor | None) -> Tensor:
+        """``noise`` is epsilon, `[]`."""
+        assert noise is not None
+        anything = self.random(len(output), output.shape[1], output.device)
+        return torch.where(torch.rand(len(output), 1, device=output.device) < noise, anything, self.best(output))
 
 
 # Standard deviation of the noise on TD3's actions, as in its paper.
@@ -138,7 +152,7 @@ class Algorithm:
     Attributes:
         title: Its name, for people.
         actor: Makes the policy, of (`O`, `A`, hidden widths, device). `load_policy` has these from the file of a model.
-        critics: Makes the critics, of (the run's settings, `O`, `A`, device).
+        critics: Makes the critics, of (the run's settings, `O`, `A`, device); None if the policy gives the values.
         loss: Makes the loss, of (policy, critics, ``num_qvalue_nets``, options).
         options: Those of the loss, of (the run's settings, `A`).
         betas: Of the optimiser.
@@ -146,11 +160,12 @@ class Algorithm:
         unit_rows: Whether the optimiser keeps the weights of all networks at unit rows.
         actions: How outputs of the policy's network become actions.
         losses: The values that an update records.
+        images: Whether `O` may be the shape of images, `[C, H, W]`, in the place of a number.
     """
 
     title: str
     actor: Callable[..., nn.Module]
-    critics: Callable[[TrainConfig, int, int, torch.device], TensorDictModule]
+    critics: Callable[[TrainConfig, int, int, torch.device], Any]
     loss: Callable[..., objectives.LossModule]
     options: Callable[[TrainConfig, int], dict[str, Any]]
     betas: tuple[float, float] = (0.9, 0.999)
@@ -158,6 +173,7 @@ class Algorithm:
     unit_rows: bool = False
     actions: Gaussian = GAUSSIAN
     losses: tuple[str, ...] = _SAC_LOSSES
+    images: bool = False
 
 
 def _sac_critics(config: TrainConfig, observation: int, action: int, device: torch.device) -> TensorDictModule:
@@ -238,6 +254,15 @@ def _discrete_critics(config: TrainConfig, observation: int, action: int, device
     return TensorDictModule(network, ["observation"], ["action_value"])
 
 
+# Least height and width of images that DQN's convolutions take; smaller ones get MinAtar's.
+_LEAST_IMAGE = 36
+
+
+def _dqn(observation: Any, action: int, hidden: Sequence[int], *, device: torch.device | str) -> nn.Module:
+    small = not isinstance(observation, int) and min(observation[1:]) < _LEAST_IMAGE
+    return modules.make_dqn(observation, action, hidden, layers="minatar" if small else "nature", device=device)
+
+
 # Of the largest entropy. Near 1, as in the paper, a policy hardly chooses.
 _ENTROPY = 0.3
 
@@ -292,6 +317,17 @@ ALGORITHMS: dict[str, Algorithm] = {
         },
         actions=Discrete(),
     ),
+    # Mnih et al., Nature 518, 2015, with double Q-learning, van Hasselt et al., arXiv 1509.06461.
+    "dqn": Algorithm(
+        "DQN",
+        _dqn,
+        lambda *_: None,
+        lambda network, _, num_qvalue_nets, **options: objectives.DQNLoss(network, **options),
+        lambda config, action: {"loss_function": "smooth_l1", "action_space": "one-hot", "double_dqn": True},
+        actions=EpsilonGreedy(),
+        losses=("loss",),
+        images=True,
+    ),
 }
 
 
@@ -336,18 +372,24 @@ class Agent:
 
     Args:
         config: The run's settings.
-        observation_size: Numbers in an observation, `O`.
+        observation_shape: Of an observation, `O`: its numbers, or `[C, H, W]`, an image.
         action_size: Numbers in an action, `A`; each is in [-1, 1].
         device: Of the networks.
 
     Attributes:
         actor: The policy.
         actions: How outputs of its network become actions.
+        epsilon: Share of the actions of a step of training that are random, `[]`, to be set in place; None where the
+            policy itself draws.
         normalize: Normalises observations as the buffer does those of its batches; None: they are taken as they are.
     """
 
-    def __init__(self, config: TrainConfig, observation_size: int, action_size: int, device: torch.device) -> None:
+    def __init__(
+        self, config: TrainConfig, observation_shape: tuple[int, ...], action_size: int, device: torch.device
+    ) -> None:
         self.device = device
+        self._images = len(observation_shape) == 3
+        observation_size: Any = list(observation_shape) if self._images else observation_shape[0]
         self._shape = {
             "algo": config.algo,
             "observation_size": observation_size,
@@ -359,6 +401,7 @@ class Agent:
         self.actor = algorithm.actor(observation_size, action_size, config.hidden, device=device)
         self._network = network_of(self.actor)
         self.normalize: Normalize | None = None
+        self.epsilon = None if config.epsilon is None else torch.ones((), device=device)
         self._noise: StickyNoise | None = None
         if config.noise_hold is not None and config.noise_hold > 1:
             self._noise = StickyNoise(config.num_envs, action_size, config.noise_hold, device)
@@ -369,21 +412,22 @@ class Agent:
         self.loss.make_value_estimator(gamma=config.gamma)
         # The run stops at NaN, and is the one that says so.
         self.loss.nan_named = True
-        self.optimizer = make_optimizer(self.loss, config, algorithm, (self.actor, critics))
+        networks = [each for each in (self.actor, critics) if each is not None]
+        self.optimizer = make_optimizer(self.loss, config, algorithm, networks)
         #: What the learner calls.
         self.losses = ComputedLosses(self.loss, config) if config.compile or config.bfloat16 else self.loss
 
     def act(self, observation: Tensor) -> Tensor:
         """The best actions `[E, A]`, each number in [-1, 1], on the network's device.
 
-        Does not synchronise, unless the observations, `[E, O]` float32, are on another device.
+        Does not synchronise, unless the observations, `[E, *O]`, are on another device.
         """
         with torch.no_grad():
             return self.actions.best(self._output(observation))
 
     def explore(self, observation: Tensor) -> Tensor:
         """The actions of a step of training: drawn, with noise that may be held for some steps. See `act`."""
-        noise = None if self._noise is None else self._noise.draw()
+        noise = self.epsilon if self._noise is None else self._noise.draw()
         with torch.no_grad():
             return self.actions.explored(self._output(observation), noise)
 
@@ -419,6 +463,9 @@ class Agent:
         model = {**self._shape, "action_low": low, "action_high": high, "actor": self.actor.state_dict()}
         if self.normalize is not None:
             model["normalize"] = {"mean": self.normalize.mean().float(), "factor": self.normalize.factor()}
+        elif self._images:
+            # The policy takes float32, and the network divides bytes alone.
+            model["normalize"] = {**_AS_THEY_ARE, "factor": torch.tensor(1 / 255, device="cpu")}
         save(path, model)
 
 
@@ -455,7 +502,9 @@ class Policy(nn.Module):
             self.register_buffer(name, buffers[name])
 
     def forward(self, observation: Tensor | ArrayLike) -> Tensor | NDArray[Any]:
-        """The actions for observations `[*, O]`, in the shape of the action space after the same leading dimensions.
+        """The actions for observations `[*, *O]`, in the shape of the action space after the same leading dimensions.
+
+        Pixels are in 0 .. 255.
 
         A float32 tensor on the policy's device gives a tensor, without a synchronisation. Anything else is read by
         NumPy, and gives an array. Actions are float32; one of several is its number, int64.

@@ -28,6 +28,8 @@ _SAC: dict[str, Any] = {
     "scale_rewards": False,
     "normalize_observations": False,
     "noise_hold": 1,
+    "epsilon": None,
+    "exploration": None,
 }
 
 #: By the name that ``--algo`` takes. A setting that is None has no meaning for the algorithm, and can't be given.
@@ -48,6 +50,11 @@ ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {
     "crossq": {**_SAC, "tau": None, "policy_every": 3},
     "td3": {**_SAC, "policy_every": 2},
     "discrete-sac": {**_SAC, "noise_hold": None},
+    "dqn": {
+        **_SAC,
+        **{"batch_size": 128, "learning_rate": 5e-4, "hidden": (256,), "critics": None, "policy_every": None},
+        **{"noise_hold": None, "epsilon": 0.05, "exploration": 0.5},
+    },
 }
 
 #: Updates for each update of ``sac``, where ``--update-ratio`` is not given.
@@ -76,6 +83,9 @@ _DEFAULT_CAPACITY = 1_000_000
 #: Defaults of what only prioritized runs have.
 _PRIORITIES = {"priority_alpha": 0.6, "priority_beta": 0.4}
 
+#: Of algorithms whose priorities are squares of errors.
+_PRIORITIES_OF = {"dqn": {"priority_alpha": 0.3}}
+
 # The settings with a bound on their values, and whether a value is within it.
 _BOUNDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "at least 1": (
@@ -88,8 +98,8 @@ _BOUNDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "in 1 .. 64": ("n_steps", lambda value: 1 <= value <= 64),
     # PyTorch's generators take no more.
     "at least 0 and below 2**64": ("seed", lambda value: 0 <= value < 2**64),
-    "in [0, 1]": ("gamma priority_alpha priority_beta", lambda value: 0 <= value <= 1),
-    "in (0, 1]": ("tau", lambda value: 0 < value <= 1),
+    "in [0, 1]": ("gamma epsilon priority_alpha priority_beta", lambda value: 0 <= value <= 1),
+    "in (0, 1]": ("tau exploration", lambda value: 0 < value <= 1),
     "above 0 and finite": ("update_ratio learning_rate", lambda value: 0 < value < math.inf),
     "finite": ("v_min v_max", math.isfinite),
     "one or more widths above 0": ("hidden", lambda value: len(value) > 0 and min(value) > 0),
@@ -134,7 +144,7 @@ class TrainConfig:
 
     Attributes:
         env: Gymnasium id of an environment with bounded continuous actions, or with one of several (module:id imports
-            the module first); or torch/Pendulum, whose copies live on the device.
+            the module first); or torch/Pendulum or torch/Catch, whose copies live on the device.
         algo: The algorithm.
         prioritized: Draw batches by priority (Schaul et al. 2016), not uniformly.
         device: Of networks, buffer and updates: auto (CUDA if there is one), cpu, cuda or cuda:N. Gymnasium's
@@ -169,7 +179,9 @@ class TrainConfig:
         normalize_observations: Give observations mean 0 and variance 1, by the running statistics of all that were
             stored; policy and critics see no others.
         noise_hold: Most steps for which exploration holds the same noise; 1 to draw it at every step.
-        priority_alpha: Exponent of the priorities, by default 0.6; prioritized only.
+        epsilon: Share of random actions at the end of exploration, from 1 at the first step; dqn only.
+        exploration: Share of the run in which epsilon falls linearly; dqn only.
+        priority_alpha: Exponent of the priorities, by default 0.6, of dqn's, which are squares, 0.3; prioritized only.
         priority_beta: Exponent of the importance weights at the first update, by default 0.4, annealed linearly to 1
             at the last step; prioritized only.
         eval_every: Transitions between two short evaluations for the curve; 0 for none.
@@ -207,6 +219,8 @@ class TrainConfig:
     scale_rewards: Filled[bool] = _FILLED
     normalize_observations: Filled[bool] = _FILLED
     noise_hold: int | None = None
+    epsilon: float | None = None
+    exploration: float | None = None
     priority_alpha: float | None = None
     priority_beta: float | None = None
     eval_every: Filled[int] = _FILLED
@@ -236,7 +250,8 @@ class TrainConfig:
         self._require("algo", self.algo in ALGORITHM_DEFAULTS, f"one of {', '.join(ALGORITHM_DEFAULTS)}")
         of_environment = defaults(self.env, self.num_envs)
         of_environment["update_ratio"] *= UPDATES.get(self.algo, 1)
-        of_mode: dict[str, Any] = _PRIORITIES if self.prioritized else dict.fromkeys(_PRIORITIES)
+        of_mode: dict[str, Any] = {**_PRIORITIES, **_PRIORITIES_OF.get(self.algo, {})}
+        of_mode = of_mode if self.prioritized else dict.fromkeys(_PRIORITIES)
         for name, value in {**of_environment, **ALGORITHM_DEFAULTS[self.algo], **of_mode}.items():
             given = getattr(self, name)
             if given is None:

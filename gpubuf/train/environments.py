@@ -27,9 +27,11 @@ class NotFiniteError(RuntimeError):
 class Steps:
     """One step of all environments, `[E]` of them, on their device.
 
+    `O` is the shape of an observation: float32 numbers, or the bytes of an image.
+
     Attributes:
-        next_observation: `[E, O]` float32, the outcome of the step: the last of the episode if it has ended.
-        observation: `[E, O]` float32, to act on next: the first of the next one if the episode has ended.
+        next_observation: `[E, *O]`, the outcome of the step: the last of the episode if it has ended.
+        observation: `[E, *O]`, to act on next: the first of the next one if the episode has ended.
         reward: `[E, 1]` float32.
         terminated: `[E, 1]` bool, the task ended: there is no value after it.
         truncated: `[E, 1]` bool, the episode was cut short: its value goes on.
@@ -47,7 +49,7 @@ class Environments(abc.ABC):
 
     Attributes:
         num_envs: How many, `E`.
-        observation_size: Numbers in an observation, `O`.
+        observation_shape: Of an observation, `O`: one dimension of float32 numbers, or `[C, H, W]`, an image in uint8.
         action_size: Numbers in an action, `A`; each is in [-1, 1].
         action_bounds: What -1 and 1 stand for, two float32 tensors in the shape of one action, on the CPU; the numbers
             of the first and the last of several actions, int64 `[]`.
@@ -60,7 +62,7 @@ class Environments(abc.ABC):
     """
 
     num_envs: int
-    observation_size: int
+    observation_shape: tuple[int, ...]
     action_size: int
     action_bounds: tuple[Tensor, Tensor]
     device: torch.device
@@ -69,9 +71,19 @@ class Environments(abc.ABC):
     capturable = False
     shown_records = 10
 
+    @property
+    def images(self) -> bool:
+        """Whether observations are images."""
+        return len(self.observation_shape) == 3
+
+    def blank(self, device: torch.device) -> Tensor:
+        """Zeros in the place of observations, `[E, *O]`."""
+        dtype = torch.uint8 if self.images else torch.float32
+        return torch.zeros(self.num_envs, *self.observation_shape, dtype=dtype, device=device)
+
     @abc.abstractmethod
     def reset(self) -> Tensor:
-        """Begin the first episodes again, the same at every call. Returns the observations, `[E, O]` float32."""
+        """Begin the first episodes again, the same at every call. Returns the observations, `[E, *O]`."""
 
     @abc.abstractmethod
     def step(self, action: Tensor) -> Steps:
@@ -100,7 +112,7 @@ class Environments(abc.ABC):
         """Bring the environments to where `state` was taken.
 
         Returns:
-            The observations to act on, `[E, O]` float32, and the numbers of the environments that have begun a new
+            The observations to act on, `[E, *O]`, and the numbers of the environments that have begun a new
             episode, because theirs could not be restored.
         """
 
@@ -117,7 +129,7 @@ class Evaluation:
 
     Args:
         environments: As many as there are to be episodes.
-        act: Actions `[E, A]` in [-1, 1] for observations `[E, O]`.
+        act: Actions `[E, A]` in [-1, 1] for observations `[E, *O]`.
         captured: Whether a step is captured into a CUDA graph.
     """
 
@@ -125,7 +137,7 @@ class Evaluation:
         self._environments = environments
         self._act = act
         count, device = environments.num_envs, environments.device
-        self._observation = torch.zeros(count, environments.observation_size, device=device)
+        self._observation = environments.blank(device)
         self._returns = torch.zeros(count, dtype=torch.float64, device=device)
         self._running = torch.ones(count, dtype=torch.bool, device=device)
         self._step = graphs.capture(self._advance) if captured else self._advance

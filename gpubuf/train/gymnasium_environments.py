@@ -7,7 +7,9 @@ replace by the first one of the next. `EpisodeRecorder` makes an open episode re
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from typing import Any
 
 import gymnasium as gym
@@ -29,14 +31,14 @@ class EnvironmentUnusableError(UsageError):
 
 
 def make(name: str) -> gym.Env[NDArray[Any], NDArray[Any]]:
-    """Make the environment ``name``, with a flat observation.
+    """Make the environment ``name``, with a flat observation, or an image in uint8, `[C, H, W]`.
 
     Raises:
         EnvironmentUnusableError: It is unknown, needs a package that is not installed, or has other actions than
             continuous ones with bounds or one of several.
     """
     try:
-        env = gym.make(name, disable_env_checker=True)
+        env = _made(name)
     except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
         hint = 'those of MuJoCo are in "gpubuf[mujoco]"'
         raise EnvironmentUnusableError(f"{name} needs a package that is not installed: {error}; {hint}") from None
@@ -51,16 +53,56 @@ def make(name: str) -> gym.Env[NDArray[Any], NDArray[Any]]:
             f"{name} has the action space {space}: actions here are continuous (a Box of floats), or one of several "
             "(Discrete)"
         )
+    if _is_image(observed):
+        return Image(env)
     if image := _image(observed):
         raise EnvironmentUnusableError(
-            f"{name} has images as observations, {image}: the networks here are MLPs. Register an environment whose "
-            "observations are features, or train a network of your own with gpubuf's buffers and losses"
+            f"{name} has images among its observations, {image}: the networks here see one image, [C, H, W] or "
+            "[H, W, C], or features. Register such an environment, or train a network of your own with gpubuf's "
+            "buffers and losses"
         )
     if isinstance(observed, Box) and len(observed.shape) == 1:
         return env
     if not observed.is_np_flattenable:
         raise EnvironmentUnusableError(f"{name} has observations that can't be flattened, {observed}")
     return gym.wrappers.FlattenObservation(env)
+
+
+@functools.cache
+def _register_installed() -> None:
+    """As Gymnasium did before 1.0. Packages of that time, such as MinAtar, rely on it."""
+    for each in entry_points(group="gymnasium.envs"):
+        each.load()()
+
+
+def _made(name: str) -> gym.Env[Any, Any]:
+    try:
+        return gym.make(name, disable_env_checker=True)
+    except gym.error.NamespaceNotFound:
+        _register_installed()
+    return gym.make(name, disable_env_checker=True)
+
+
+def _is_image(space: gym.Space[Any]) -> bool:
+    """Whether an observation is one image: bytes, or planes of bits as MinAtar's."""
+    return isinstance(space, Box) and len(space.shape) == 3 and space.dtype in (np.uint8, np.bool_)
+
+
+class Image(gym.ObservationWrapper[Any, Any, Any]):
+    """Images as bytes with the channels first: the shorter one of first and last dimension. True is 255."""
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        super().__init__(env)
+        space = env.observation_space
+        assert isinstance(space, Box)
+        self._last, self._factor = space.shape[2] < space.shape[0], 255 if space.dtype == np.bool_ else 1
+        shape = (space.shape[2], *space.shape[:2]) if self._last else space.shape
+        self.observation_space = Box(0, 255, shape, np.uint8)
+
+    def observation(self, observation: NDArray[Any]) -> NDArray[np.uint8]:
+        """As above."""
+        pixels = np.moveaxis(observation, 2, 0) if self._last else observation
+        return np.asarray(pixels, np.uint8) * np.uint8(self._factor)
 
 
 def _image(space: gym.Space[Any]) -> Box | None:
@@ -170,7 +212,10 @@ class GymnasiumEnvironments(Environments):
         self._recorders = [EpisodeRecorder(make(name)) for _ in range(num_envs)]
         space = self._recorders[0].action_space
         self.num_envs = num_envs
-        self.observation_size = int(np.prod(self._recorders[0].observation_space.shape or (1,)))
+        observed = self._recorders[0].observation_space
+        assert observed.shape is not None
+        self.observation_shape = observed.shape if _is_image(observed) else (int(np.prod(observed.shape)),)
+        self._dtype = np.uint8 if self.images else np.float32
         if isinstance(space, Discrete):
             self.discrete, self.action_size, self._first = True, int(space.n), int(space.start)
             low, high = np.asarray(space.start), np.asarray(space.start + space.n - 1)
@@ -186,10 +231,10 @@ class GymnasiumEnvironments(Environments):
 
     def reset(self) -> Tensor:
         each = zip(self._recorders, self._seeds, strict=True)
-        flat = self._flat([recorder.reset(seed=seed)[0] for recorder, seed in each])
+        first = self._stacked([recorder.reset(seed=seed)[0] for recorder, seed in each])
         self.take_episodes(True)
-        self._check("observation", flat)
-        return torch.from_numpy(flat)
+        self._check("observation", first)
+        return torch.from_numpy(first)
 
     def step(self, action: Tensor) -> Steps:
         actions = action.cpu().numpy()
@@ -206,7 +251,7 @@ class GymnasiumEnvironments(Environments):
     def _step(self, actions: NDArray[Any]) -> Steps:
         found = [each.step(action) for each, action in zip(self._recorders, self._stretched(actions), strict=True)]
         observations, rewards, terminated, truncated, _ = zip(*found, strict=True)
-        next_observation = observation = self._flat(observations)
+        next_observation = observation = self._stacked(observations)
         with np.errstate(over="ignore"):
             reward = np.array(rewards, np.float32)[:, None]
         self._check("observation", next_observation)
@@ -215,7 +260,7 @@ class GymnasiumEnvironments(Environments):
         if flags.any():
             observation = next_observation.copy()
             for i in np.flatnonzero(flags.any(0)):
-                observation[i] = self._flat([self._recorders[i].reset()[0]])
+                observation[i] = self._stacked([self._recorders[i].reset()[0]])
             self._check("observation", observation)
         return Steps(*map(torch.from_numpy, (next_observation, observation, reward, *flags)))
 
@@ -236,15 +281,16 @@ class GymnasiumEnvironments(Environments):
     def _check(self, what: str, values: NDArray[Any]) -> None:
         finite = np.isfinite(values)
         if not finite.all():
-            i = int(finite.all(1).argmin())
+            i = int(finite.reshape(self.num_envs, -1).all(1).argmin())
             raise NotFiniteError(
                 f"the {what} of {self._name} is NaN or infinite, as float32: {values[i].tolist()}, in copy {i} of "
                 f"{self.num_envs}. Nothing of this step was stored"
             )
 
-    def _flat(self, observations: Sequence[Any]) -> NDArray[np.float32]:
+    def _stacked(self, observations: Sequence[Any]) -> NDArray[Any]:
+        """Observations as one array, `[n, *O]`."""
         with np.errstate(over="ignore"):
-            return np.array(observations).reshape(len(observations), -1).astype(np.float32)
+            return np.array(observations).reshape(len(observations), *self.observation_shape).astype(self._dtype)
 
     def state(self) -> dict[str, Any]:
         return {"episodes": [recorder.state() for recorder in self._recorders]}
@@ -258,7 +304,7 @@ class GymnasiumEnvironments(Environments):
             self._recorders[i].reset()
         # Of an episode that ended when it was played again.
         self.take_episodes(True)
-        return torch.from_numpy(self._flat([recorder.observation for recorder in self._recorders])), lost
+        return torch.from_numpy(self._stacked([recorder.observation for recorder in self._recorders])), lost
 
     def close(self) -> None:
         for recorder in self._recorders:

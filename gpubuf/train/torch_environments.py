@@ -55,7 +55,7 @@ class TorchEnvironments(Environments):
     random_numbers: int
     #: Steps after which an episode is truncated.
     time_limit: int
-    #: What an action of 1 stands for.
+    #: What an action of 1 stands for, where actions are no choice among several.
     largest_action: float
 
     capturable = True
@@ -64,8 +64,11 @@ class TorchEnvironments(Environments):
     def __init__(self, num_envs: int, seed: int | Sequence[int], device: torch.device | str) -> None:
         self.num_envs = num_envs
         self.device = torch.device(device)
-        bound = torch.full((self.action_size,), self.largest_action, device="cpu")
-        self.action_bounds = -bound, bound
+        if self.discrete:
+            self.action_bounds = torch.tensor(0, device="cpu"), torch.tensor(self.action_size - 1, device="cpu")
+        else:
+            bound = torch.full((self.action_size,), self.largest_action, device="cpu")
+            self.action_bounds = -bound, bound
         self._seed = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
         self._random = RandomState(self._seed, device=self.device)
         self._state = torch.zeros(num_envs, self.state_size, dtype=torch.float64, device=self.device)
@@ -86,12 +89,12 @@ class TorchEnvironments(Environments):
 
         Args:
             state: `[E, S]` float64.
-            action: `[E, A]` float32 in [-1, 1], to be stretched to what the environment takes.
+            action: `[E, A]` float32 in [-1, 1], to be stretched to what the environment takes, or one-hot.
         """
 
     @abc.abstractmethod
     def observe(self, state: Tensor) -> Tensor:
-        """Observations `[E, O]` float32 of states `[E, S]`."""
+        """Observations `[E, *O]` of states `[E, S]`."""
 
     # Common to all environments
 
@@ -110,7 +113,7 @@ class TorchEnvironments(Environments):
         """Act in every environment. No host sync.
 
         Args:
-            action: `[E, A]` float32 in [-1, 1] on the environments' device.
+            action: `[E, A]` float32 in [-1, 1], or one-hot, on the environments' device.
         """
         after = self.transition(self._state, action)
         self._returns += after.reward
@@ -155,7 +158,7 @@ class TorchEnvironments(Environments):
         return {name: tensor.clone() for name, tensor in self._tensors().items()}
 
     def restore(self, state: dict[str, Any]) -> tuple[Tensor, list[int]]:
-        """Continue from where `state` was taken, in place. Returns the observations, `[E, O]`, and an empty list.
+        """Continue from where `state` was taken, in place. Returns the observations, `[E, *O]`, and an empty list.
 
         Raises:
             KeyError: A tensor is missing.
@@ -184,7 +187,7 @@ class Pendulum(TorchEnvironments):
     is float64, and what the torque contributes is computed in float32.
     """
 
-    observation_size = 3
+    observation_shape = (3,)
     action_size = 1
     state_size = 2
     random_numbers = 2
@@ -219,8 +222,49 @@ class Pendulum(TorchEnvironments):
         return torch.stack([angle.cos(), angle.sin(), speed], 1).float()
 
 
+class Catch(TorchEnvironments):
+    """Catch of bsuite (Osband et al., arXiv 1908.03568): move a paddle under a falling ball.
+
+    The ball begins at the top, in any column, and falls a row a step. The actions move the paddle in the last row,
+    which begins in the middle, to the left, not at all, or to the right. The episode terminates when the ball reaches
+    that row, with a reward of 1 if the paddle is there, else -1. The observation is an image of a channel, whose pixels
+    are 255 at ball and paddle, else 0. The state is (column of the ball, its row, column of the paddle).
+    """
+
+    ROWS, COLUMNS = 10, 5
+
+    observation_shape = (1, ROWS, COLUMNS)
+    action_size = 3
+    discrete = True
+    state_size = 3
+    random_numbers = 1
+    # No episode comes to it.
+    time_limit = ROWS
+
+    def begin(self, uniform: Tensor) -> Tensor:
+        """The ball in each column with the same probability."""
+        column = (uniform[:, 0] * self.COLUMNS).floor()
+        return torch.stack([column, torch.zeros_like(column), torch.full_like(column, self.COLUMNS // 2)], 1)
+
+    def transition(self, state: Tensor, action: Tensor) -> Transition:
+        """The paddle moves while the ball falls."""
+        column, row, paddle = state.unbind(1)
+        paddle = (paddle + action.argmax(1) - 1).clamp(0, self.COLUMNS - 1)
+        state = torch.stack([column, row + 1, paddle], 1)
+        over = state[:, 1] == self.ROWS - 1
+        return Transition(state, torch.where(over, torch.where(column == paddle, 1.0, -1.0).double(), 0.0), over)
+
+    def observe(self, state: Tensor) -> Tensor:
+        """Ball and paddle as pixels."""
+        column, row, paddle = state.long().unbind(1)
+        pixels = torch.arange(self.ROWS * self.COLUMNS, device=state.device)
+        places = torch.stack([row * self.COLUMNS + column, (self.ROWS - 1) * self.COLUMNS + paddle], 1)
+        lit = (pixels == places[..., None]).any(1)
+        return (lit * 255).to(torch.uint8).reshape(-1, *self.observation_shape)
+
+
 #: By the name that ``--env`` takes.
-TORCH_ENVIRONMENTS: dict[str, type[TorchEnvironments]] = {"torch/Pendulum": Pendulum}
+TORCH_ENVIRONMENTS: dict[str, type[TorchEnvironments]] = {"torch/Catch": Catch, "torch/Pendulum": Pendulum}
 
 
 def make_torch_environments(

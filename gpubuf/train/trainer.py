@@ -65,15 +65,16 @@ class Trainer:
             raise UsageError(f"--cuda-graph needs a CUDA device, the run is on {device.type}: say --no-cuda-graph")
         self._environments = make_environments(config.env, config.num_envs, (config.seed, TRAINING), device)
         self._curve: Evaluation | None = None
-        if self._environments.discrete is not ALGORITHMS[config.algo].actions.discrete:
+        wrong = _wrong_kind(config, self._environments)
+        if wrong is not None:
             self._environments.close()
-            raise _wrong_actions(config, self._environments.discrete)
+            raise UsageError(wrong)
         torch.manual_seed(config.seed)
-        sizes = self._environments.observation_size, self._environments.action_size
-        self.agent = Agent(config, *sizes, device)
-        self.agent.normalize = _make_normalize(config, sizes[0], device)
+        shape = self._environments.observation_shape
+        self.agent = Agent(config, shape, self._environments.action_size, device)
+        self.agent.normalize = _make_normalize(config, shape[0], device)
         self.buffer = _make_buffer(config, device, self.agent.normalize)
-        # To act on next, `[E, O]` float32. Written in place, for graphs read it where it is.
+        # To act on next, `[E, *O]`. Written in place, for graphs read it where it is.
         self._observation = self._environments.reset().to(device)
         captured = self._captured and self._environments.capturable
         self._step_by_policy = graphs.capture(self._explore) if captured else self._explore
@@ -124,6 +125,9 @@ class Trainer:
             own = self._environments
             self._act(self.agent.actions.random(own.num_envs, own.action_size, own.device))
         else:
+            if self.agent.epsilon is not None:
+                # Before the step, not in it: a graph would keep the number of its capture.
+                self.agent.epsilon.fill_(self._epsilon())
             self._step_by_policy()
         self.step += self.config.num_envs
 
@@ -153,7 +157,7 @@ class Trainer:
             sampler.beta = self._beta()
         while self._updates < due:
             self._updates += 1
-            self._update(policy=self._updates % self.config.policy_every == 0)
+            self._update(policy=self._updates % (self.config.policy_every or 1) == 0)
 
     def _update(self, policy: bool) -> None:
         try:
@@ -174,6 +178,12 @@ class Trainer:
         assert start is not None
         return start + (1 - start) * min(1.0, self.step / self.config.total_steps)
 
+    def _epsilon(self) -> float:
+        last, share = self.config.epsilon, self.config.exploration
+        assert last is not None
+        assert share is not None
+        return 1 - (1 - last) * min(1.0, self.step / (share * self.config.total_steps))
+
     def _log_losses(self) -> None:
         counts = self._counts
         if not any(counts):
@@ -187,6 +197,8 @@ class Trainer:
         record = {"kind": "update", "step": self.step, "updates": self._updates, **losses}
         if self.config.prioritized:
             record["beta"] = self._beta()
+        if self.config.epsilon is not None:
+            record["epsilon"] = self._epsilon()
         self._record(record)
 
     def _evaluate_for_curve(self) -> None:
@@ -327,11 +339,20 @@ def _transitions(observation: Tensor, action: Tensor, steps: Steps, apart: bool)
     return {key: column.unsqueeze(1) for key, column in columns.items()} if apart else columns
 
 
-def _wrong_actions(config: TrainConfig, discrete: bool) -> UsageError:
-    kinds = ("continuous", "discrete")
-    others = " or ".join(name for name, each in ALGORITHMS.items() if each.actions.discrete is discrete)
-    learnt = f"{config.algo} learns {kinds[not discrete]} ones"
-    return UsageError(f"{config.env} has {kinds[discrete]} actions, and {learnt}: say --algo {others}")
+def _wrong_kind(config: TrainConfig, environments: Environments) -> str | None:
+    """Why the algorithm can't learn from the environments, if it can't."""
+    algorithm, discrete, images = ALGORITHMS[config.algo], environments.discrete, environments.images
+    fit = [name for name, each in ALGORITHMS.items() if each.actions.discrete is discrete and each.images >= images]
+    advice = f"say --algo {' or '.join(fit)}" if fit else "no algorithm here learns both from images and such actions"
+    if algorithm.actions.discrete is not discrete:
+        kinds = ("continuous", "discrete")
+        learnt = f"{config.algo} learns {kinds[not discrete]} ones"
+        return f"{config.env} has {kinds[discrete]} actions, and {learnt}: {advice}"
+    if images > algorithm.images:
+        return f"{config.env} has images as observations, and {config.algo} learns from features: {advice}"
+    if images and config.normalize_observations:
+        return f"{config.env} has images as observations, and normalize_observations is for features"
+    return None
 
 
 def _evaluation_record(kind: str, step: int, returns: list[float]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
-from gpubuf.modules import MLP, EnsembleMLP, GaussianParameters, tanh_normal_actor
+from gpubuf.modules import MLP, EnsembleMLP, GaussianParameters, make_dqn, tanh_normal_actor
 from gpubuf.objectives import CrossQLoss, REDQLoss
 from tests.support import distributional_setup, losses_setup, sac_setup
 from tests.support.sac_setup import ACTION, CELLS, KEYS, OBSERVATION, VALUE, make_actor, make_batch, separated
@@ -28,7 +28,7 @@ class LossContract:
 
     Attributes:
         make: the loss, with targets that differ from its networks. Takes further options of the loss, and of a class's
-            first row ``nets``, the number of critics.
+            first row ``nets``, the number of critics, if it has critics.
         oracle: the losses, outputs and priorities by the formulas, for (loss, batch, seed).
         batch: transitions ``[...]`` in float64 as the loss takes them.
         lacks: names of options that the loss does not have.
@@ -95,6 +95,20 @@ def _td3(critics: str) -> LossContract:
     return LossContract(make, losses_setup.td3_by_hand, lacks=lacks)
 
 
+def _dqn(**settings: Any) -> LossContract:
+    def make(**options: Any) -> Any:
+        network = make_dqn(OBSERVATION, losses_setup.ACTIONS, CELLS, dueling=bool(settings), dtype=torch.float64)
+        loss = separated(losses_setup.make_dqn_loss(network, **{**settings, **options}))
+        for target in loss.target_value_network_params.values(True, True):
+            # It prefers other actions.
+            target.neg_()
+        return loss
+
+    batch = partial(losses_setup.discrete_batch, space=settings.get("action_space", "one-hot"))
+    lacks = frozenset({"atoms", "nets", "target_entropy", "scalar_output_mode"})
+    return LossContract(make, losses_setup.dqn_by_hand, batch, lacks)
+
+
 def _redq(nets: int = 5, **options: Any) -> Any:
     options = {"target_entropy": -2.0, "sub_sample_len": min(nets, 2), **options}
     return separated(REDQLoss(make_actor(), sac_setup.CRITICS["ensemble"](nets)[0], num_qvalue_nets=nets, **options))
@@ -111,6 +125,9 @@ CONTRACTS: dict[str, LossContract] = {
     **{f"TD3Loss, {critics}": _td3(critics) for critics in ("ensemble", "replicated", "vmap of a list", "loop")},
     **{f"DiscreteSACLoss, {critics}": _discrete(critics) for critics in losses_setup.DISCRETE_CRITICS},
     "DiscreteSACLoss, categorical": _discrete("ensemble", "categorical"),
+    "DQNLoss": _dqn(),
+    "DQNLoss, double": _dqn(double_dqn=True),
+    "DQNLoss, categorical": _dqn(action_space="categorical", loss_function="smooth_l1"),
     **{f"DistributionalSACLoss, {choice}": _distributional(choice) for choice in distributional_setup.CHOICES},
     **{f"DistributionalSACLoss, {critics}": _distributional("min", critics) for critics in ("replicated", "list")},
     "REDQLoss": LossContract(_redq),
@@ -119,6 +136,9 @@ CONTRACTS: dict[str, LossContract] = {
 
 #: The first of each class: where the kind of networks makes no difference.
 CLASSES = {name.partition(",")[0]: contract for name, contract in reversed(CONTRACTS.items())}
+
+#: Those of an actor and critics.
+OF_ACTORS = {name: contract for name, contract in CLASSES.items() if name != "DQNLoss"}
 
 
 class TorchCritic(nn.Module):

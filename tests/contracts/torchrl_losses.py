@@ -16,7 +16,12 @@ from unittest import mock
 
 import torch
 from tensordict import TensorDict
-from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictSequential,
+)
 from torch import Tensor, nn
 from torch.distributions import Independent, Normal, OneHotCategorical
 
@@ -70,6 +75,18 @@ class Layers(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         return self.head(self.layers(torch.cat(inputs, -1)))
+
+
+class Best(nn.Module):
+    """The best action and its value."""
+
+    def __init__(self, one_hot: bool) -> None:
+        super().__init__()
+        self.one_hot = one_hot
+
+    def forward(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        value, index = values.max(-1, keepdim=True)
+        return (nn.functional.one_hot(index.squeeze(-1), ACTIONS) if self.one_hot else index.squeeze(-1)), value
 
 
 def loc_and_scale(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,12 +162,21 @@ class Case:
         network = Layers(OBSERVATION + ACTION, 1, 2.0 + 3.1 * k, self.norm)
         return self._module(network, ["observation", "action"], ["state_action_value"])
 
+    def _values(self) -> Any:
+        """Of all actions, and the best one, as TorchRL's network has it."""
+        values = self._module(Layers(OBSERVATION, ACTIONS, 2.0), ["observation"], ["action_value"])
+        best = Best(self.options.get("action_space") != "categorical")
+        return TensorDictSequential(values, self._module(best, ["action_value"], ["action", "chosen_action_value"]))
+
     def make(self, library: Any) -> Any:
         """The loss of a module of losses, with targets that differ from its networks."""
         defaults = {"TD3Loss": {"bounds": (-1.0, 1.0)}, "DiscreteSACLoss": {"action_space": "one-hot"}}
+        defaults["DQNLoss"] = {"action_space": "one-hot", "delay_value": True}
         options = {**defaults.get(self.loss, {}), **self.options}
-        if self.loss != "TD3Loss":
+        if self.loss not in ("TD3Loss", "DQNLoss"):
             options = {"alpha_init": 0.25, "target_entropy": -1.5, **options}
+        if self.loss == "DQNLoss":
+            return self._ready(getattr(library, self.loss)(self._values(), **options))
         critics = [self._critic(k) for k in range(options.get("num_qvalue_nets", 2))]
         value = [self._module(Layers(OBSERVATION, 1, 1.3), ["observation"], ["state_value"])] if self.value else []
         loss = getattr(library, self.loss)(self._actor(), critics, *value, **options)
@@ -158,11 +184,16 @@ class Case:
             stored = {"log_prob": "action_log_prob", "value": "state_value", "priority": "td_error"}
             names = ("action", "state_action_value", "reward", "done", "terminated", *stored)
             loss.set_keys(**{name: self.key(stored.get(name, name)) for name in names})
+        return self._ready(loss)
+
+    def _ready(self, loss: Any) -> Any:
+        """Its discount set, its targets moved away from its networks."""
         loss.make_value_estimator(**self.estimator)
         for name, params in loss.named_children():
             if name.startswith("target_"):
                 for path in params.keys(True, True):
-                    params.get(path).data.mul_(0.8)
+                    # That of DQN prefers other actions.
+                    params.get(path).data.mul_(-0.8 if self.loss == "DQNLoss" else 0.8)
         return loss
 
     def rows(self) -> TensorDict:
@@ -178,7 +209,7 @@ class Case:
         after = {"observation": observation, "reward": wave((*rows, 1), 6.0, 2.0)}
         after |= {"terminated": terminated, "truncated": truncated, "done": done}
         now = {"observation": wave((*rows, OBSERVATION), 7.0), "action": wave((*rows, ACTION), 8.0)}
-        if self.loss == "DiscreteSACLoss":
+        if self.loss in ("DiscreteSACLoss", "DQNLoss"):
             index = number * 7 % 5 % ACTIONS
             one_hot = self.options.get("action_space") != "categorical"
             now["action"] = nn.functional.one_hot(index, ACTIONS) if one_hot else index
@@ -211,7 +242,7 @@ class Case:
             return {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         found = {".".join(key) if isinstance(key, tuple) else key: out.get(key) for key in out.keys(True, True)}
         found["td_error"] = batch[self.key("td_error")]
-        sum(value.sum() for name, value in found.items() if name.startswith("loss_")).backward()
+        sum(value.sum() for name, value in found.items() if name.startswith("loss")).backward()
         for name in ("actor_network", "qvalue_network", "value_network"):
             params = getattr(loss, f"{name}_params", None)
             for path in () if params is None else params.keys(True, True):
@@ -302,6 +333,21 @@ CASES = {
         lost={"batch": "lost"},
     ),
     **of(
+        "DQNLoss",
+        one_hot={},
+        huber={"options": {"loss_function": "smooth_l1"}},
+        double={"options": {"double_dqn": True}},
+        not_delayed={"options": {"delay_value": False}},
+        categorical={"options": {"action_space": "categorical"}},
+        two_dimensions={"shape": (2, 3)},
+        weights={"batch": "weight"},
+        weighted_sum={"options": {"reduction": "sum", "double_dqn": True}, "batch": "weight"},
+        mask={"batch": "mask"},
+        steps={"batch": "steps"},
+        TDLambda=SEQUENCES,
+        lost={"batch": "lost"},
+    ),
+    **of(
         "REDQLoss",
         subset={"options": {"loss_function": "l2", "num_qvalue_nets": 5, "sub_sample_len": 2}},
         every_critic={"options": {"loss_function": "l2", "num_qvalue_nets": 3, "sub_sample_len": 3}},
@@ -320,6 +366,7 @@ KEPT = [
         "SACLoss": ("weights", "mask of a sum", "steps", "agents", "TDLambda of agents", "value with weights"),
         "DiscreteSACLoss": ("categorical", "weighted sum", "probabilities", "bounded temperature"),
         "TD3Loss": ("large noise", "weights", "two dimensions"),
+        "DQNLoss": ("double", "categorical", "weights"),
         "REDQLoss": ("subset",),
         "CrossQLoss": ("batch norm",),
     }.items()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.contracts.objectives import CLASSES
-from tests.support.losses_setup import Bounded
+from tests.support.losses_setup import Bounded, make_dqn_loss
 from tests.support.sac_setup import make_loss
 
 NAN, INF = math.nan, math.inf
@@ -83,6 +83,15 @@ OF_ONE_LOSS = {
         ({"action_space": gymnasium.spaces.MultiDiscrete([2, 3])}, NotImplementedError, "MultiDiscrete"),
         ({"action_space": "box"}, ValueError, "'one-hot' or 'categorical'.*got 'box'"),
     ],
+    "DQNLoss": [
+        ({"double_dqn": True, "delay_value": False}, ValueError, "needs delay_value=True, got False"),
+        ({"action_space": "mult_one_hot"}, NotImplementedError, "the product 'mult_one_hot'"),
+        (
+            {"network": torch.nn.Linear(3, 4)},
+            TypeError,
+            "value_network must say which keys.*a Linear does not",
+        ),
+    ],
     "REDQLoss": [
         ({"sub_sample_len": 0}, ValueError, "sub_sample_len must be in"),
         ({"sub_sample_len": 6}, ValueError, "got 6 of 5 critics"),
@@ -110,7 +119,7 @@ OF_ONE_LOSS = {
 def test_refused_by_one_loss(name):
     for options, error, message in OF_ONE_LOSS[name]:
         with pytest.raises(error, match=message):
-            (make_loss if name == "SACLoss" else CLASSES[name].make)(**options)
+            {"SACLoss": make_loss, "DQNLoss": make_dqn_loss}.get(name, CLASSES[name].make)(**options)
 
 
 def test_setters_refuse_what_is_no_number():

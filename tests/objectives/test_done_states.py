@@ -76,7 +76,7 @@ def test_rows_without_a_target_are_masked_for_the_critics_alone(name):
         assert value.isfinite().all(), key
     from_next = loss.skip_done_states and getattr(loss, "temperature_from", "current") == "next"
     expected = {"loss_qvalue": truth, "loss_actor": plain, "loss_alpha": truth if from_next else plain}
-    expected["loss_value"] = plain
+    expected |= {"loss_value": plain, "loss": truth}
     right = {key: found[key] for key, found in expected.items() if key in ours}
     for key, value in right.items():
         torch.testing.assert_close(ours[key], value)

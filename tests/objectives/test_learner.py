@@ -424,9 +424,26 @@ def test_a_learner_needs_rows():
 
 def test_a_loss_must_be_a_number():
     weight = nn.Parameter(torch.ones(2))
-    for loss in (lambda batch: {"loss": weight.sum()}, lambda batch: {"loss_a": weight}):
-        with pytest.raises(ValueError, match=r"a learner minimises scalars called 'loss_\*', got"):
+    for loss in (
+        lambda batch: {"lost": weight.sum()},
+        lambda batch: {"loss_a": weight},
+        lambda batch: {"loss": weight},
+    ):
+        with pytest.raises(ValueError, match=r"a learner minimises scalars called 'loss_\*', or 'loss', got"):
             Learner(loss, torch.optim.SGD([weight], 0.1))(TensorDict({}, [1]))
+
+
+def test_a_sum_beside_its_parts_is_not_minimised_too():
+    """An entry called "loss" is minimised alone."""
+    for parts, due in (({}, 0.9), ({"loss_a": 2.0}, 0.8), ({"loss_a": 2.0, "loss_b": 3.0}, 0.5)):
+        weight = nn.Parameter(torch.ones(()))
+
+        def loss(batch: Any, parts: Any = parts, weight: Any = weight) -> dict[str, Tensor]:
+            return {"loss": weight * 1.0, **{name: weight * factor for name, factor in parts.items()}}
+
+        found = Learner(loss, torch.optim.SGD([weight], 0.1))(TensorDict({}, [1]))
+        assert float(weight.detach()) == pytest.approx(due)
+        assert found.keys() == {"loss", *parts}
 
 
 @pytest.mark.parametrize("enabled", [True, False])

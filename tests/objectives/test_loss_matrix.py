@@ -115,7 +115,7 @@ def check(name: str, shape: Shape) -> None:
             del truth[scalar]
     if shape.mask:
         for found in (ours, truth):
-            for key in found.keys() - {"loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy"}:
+            for key in found.keys() - {"loss", "loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy"}:
                 found[key] = found[key][..., mask]
     assert_agrees(loss, ours, truth)
 
@@ -153,8 +153,8 @@ def test_autocast_keeps_sums_in_float32(name):
     exact = run_loss(mean, batch, 0)
     with torch.autocast("cpu", torch.bfloat16):
         each, out = run_loss(rows, batch, 0), run_loss(mean, batch, 0)
-    losses = [key for key in out if key.startswith("loss_")]
-    assert len(losses) == (2 if name == "TD3Loss" else 3)
+    losses = [key for key in out if key.startswith("loss")]
+    assert len(losses) == {"DQNLoss": 1, "TD3Loss": 2}.get(name, 3)
     for key in losses:
         assert each[key].dtype is out[key].dtype is torch.float32
         assert each[key].shape == (n,)

@@ -39,6 +39,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "DiscreteSACLoss lost": (CRITICS, NAN),
     "TD3Loss lost": ((*CRITICS, "target_value"), NAN),
+    "DQNLoss lost": (("loss", "value_network", "td_error"), NAN),
     "REDQLoss subset": (
         ("td_error", "entropy", "loss_alpha", "log_alpha"),
         "priorities are squared, and the temperature learns from the next actions too",

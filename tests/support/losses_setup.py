@@ -1,4 +1,4 @@
-"""Small networks and batches for the tests of DiscreteSACLoss and TD3Loss, and these losses written out by hand."""
+"""Small networks and batches for the tests of DiscreteSACLoss, TD3Loss and DQNLoss, and these written out by hand."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDict
 from torch import Tensor, nn
 from torch.distributions import OneHotCategorical
 
-from gpubuf.modules import MLP, EnsembleMLP, make_sac_critic
-from gpubuf.objectives import DiscreteSACLoss, TD3Loss
+from gpubuf.modules import MLP, EnsembleMLP, make_dqn, make_sac_critic
+from gpubuf.objectives import DiscreteSACLoss, DQNLoss, TD3Loss
 from tests.kernels.reference import discrete_sac as discrete
 from tests.kernels.reference import td
 from tests.support.sac_setup import (
@@ -20,6 +20,7 @@ from tests.support.sac_setup import (
     OBSERVATION,
     by_hand,
     flat,
+    in_mode,
     make_batch,
     run_loss,
     target_by_hand,
@@ -186,6 +187,43 @@ def td3_by_hand(
         "target_value": y,
         "td_error": (q - y).square().amax(0).detach(),
     }
+
+
+def make_dqn_loss(network: Any = None, **kwargs: Any) -> DQNLoss:
+    network = make_dqn(OBSERVATION, ACTIONS, CELLS, dtype=F64) if network is None else network
+    return DQNLoss(network, **{"action_space": "one-hot", **kwargs})
+
+
+def dqn_by_hand(
+    loss: DQNLoss,
+    batch: TensorDict,
+    seed: int = 0,
+    *,
+    gamma: float = 0.99,
+    reduction: str = "mean",
+    weight: Tensor | None = None,
+    mask: Tensor | None = None,
+    steps: Tensor | None = None,
+    lmbda: float | None = None,
+) -> dict[str, Tensor]:
+    """DQNLoss by the formulas. It draws nothing."""
+
+    def values(params: Any, observation: Tensor) -> Tensor:
+        data = TensorDict({"observation": observation}, [])
+        return torch.func.functional_call(in_mode(loss.value_network, None), flat(params), (data,))["action_value"]
+
+    online, target = loss.value_network_params, loss.target_value_network_params
+    with torch.no_grad():
+        following = batch["next", "observation"]
+        next_q = values(target, following)
+        chosen = (values(online, following) if loss.double_dqn else next_q).argmax(-1)
+        next_value = (next_q * nn.functional.one_hot(chosen, ACTIONS)).sum(-1)
+        y = target_by_hand(next_value, batch, gamma, steps, lmbda)
+    q, action = values(online, batch["observation"]), batch["action"]
+    index = action.argmax(-1) if action.shape == q.shape else action.reshape(y.shape)
+    q = (q * nn.functional.one_hot(index, ACTIONS)).sum(-1)
+    rows = td.distance(q, y, "smooth_l1" if loss.loss_function == "huber" else loss.loss_function)
+    return {"loss": td.reduce(rows, weight, mask, reduction), "td_error": (q - y).square().detach()}
 
 
 def assert_values(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> None:

@@ -270,7 +270,7 @@ def run_loss(loss: SACLoss, batch: TensorDict, seed: int) -> dict[str, Tensor]:
 
 def total(losses: Any) -> Tensor:
     """The sum of all losses."""
-    names = sorted(name for name in losses.keys() if name.startswith("loss_"))
+    names = sorted(name for name in losses.keys() if name.startswith("loss"))
     return sum((losses[name].sum() for name in names), torch.zeros(()))
 
 

@@ -182,6 +182,36 @@ class Nested(Walk):
         return {"image": image, "speed": np.array([self.position], np.float32), "gear": 2}
 
 
+class Moving(gym.Env):
+    """A lit pixel that the action moves along a row, as an image with the channels last; the far end pays.
+
+    Args:
+        dtype: of the images.
+        shape: of an image.
+    """
+
+    action_space = Discrete(2)
+
+    def __init__(self, dtype=np.uint8, shape=(6, 5, 2)):
+        self.observation_space = Box(0, 1 if dtype is np.bool_ else 255, shape, dtype)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = int(self.np_random.integers(3))
+        self.time = 0
+        return self._observation(), {}
+
+    def step(self, action):
+        self.place = max(0, min(4, self.place + 2 * int(action) - 1))
+        self.time += 1
+        return self._observation(), float(self.place == 4), self.place == 4, self.time == 12 and self.place != 4, {}
+
+    def _observation(self):
+        image = np.zeros(self.observation_space.shape, self.observation_space.dtype)
+        image.reshape(-1)[self.place] = self.observation_space.high.flat[0]
+        return image
+
+
 def needs_package():
     raise ModuleNotFoundError("No module named 'some_simulator'")
 
@@ -203,5 +233,8 @@ gym.register("Whole-v0", Spaces, kwargs={"action_space": Box(-2, 2, (1,), np.int
 gym.register("Boundless-v0", Spaces, kwargs={"action_space": Box(-np.inf, np.inf, (1,), np.float32)})
 PIXELS = Box(0, 255, (8, 8, 3), np.uint8)
 gym.register("Pixels-v0", Spaces, kwargs={"observation_space": PIXELS})
+gym.register("Moving-v0", Moving)
+gym.register("MovingBits-v0", Moving, kwargs={"dtype": np.bool_})
+gym.register("MovingFirst-v0", Moving, kwargs={"shape": (2, 6, 5)})
 gym.register("PixelsBeside-v0", Spaces, kwargs={"observation_space": Dict({"camera": PIXELS, "gear": Discrete(4)})})
 gym.register("Lists-v0", Spaces, kwargs={"observation_space": Sequence(Discrete(2))})

@@ -13,7 +13,7 @@ import torch
 from gpubuf.cli import main
 from gpubuf.serialization import load, save
 from gpubuf.train import Reporter, TrainConfig, load_policy, resume, train
-from gpubuf.train.config import ALGORITHM_DEFAULTS
+from gpubuf.train.algorithms import ALGORITHMS
 from gpubuf.train.trainer import Trainer
 from tests.support.train_environments import PREFIX
 
@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 
 class TestPolicy:
-    @pytest.mark.parametrize("algo", [algo for algo in ALGORITHM_DEFAULTS if algo != "discrete-sac"])
+    @pytest.mark.parametrize("algo", [name for name, each in ALGORITHMS.items() if not each.actions.discrete])
     def test_actions_are_the_agents_in_the_units_of_the_environment(self, algo, tmp_path):
         trainer = Trainer(tiny(algo=algo), torch.device("cpu"), lambda record: None)
         trainer.save_model(tmp_path / "model.safetensors")

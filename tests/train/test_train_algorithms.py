@@ -167,7 +167,7 @@ def test_discrete_sac_is_resumed_exactly(tmp_path):
         (
             "sac",
             "Choices-v0",
-            "Choices-v0 has discrete actions, and sac learns continuous ones: say --algo discrete-sac$",
+            "Choices-v0 has discrete actions, and sac learns continuous ones: say --algo discrete-sac or dqn$",
         ),
         (
             "discrete-sac",
