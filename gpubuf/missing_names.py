@@ -8,7 +8,8 @@ _ENSEMBLE = "MixedReplayBuffer draws one batch from several buffers by shares"
 _HERE = "gpubuf.integrations.torchrl has it"
 _TRAJECTORIES = "TorchRL's works here: filter_trajectories(buffer[:], ...) takes the rows of a buffer"
 _PROCESSES = "keep the buffer in the learner's process, and send it rows"
-_FRAMES = "store single frames, and draw each with those before it: sample_unit=Sequence(length=1, burn_in=3)"
+_FRAMES = 'store single frames, and draw each with those before it: windows={"pixels": Window(-3, 0, join=0)}'
+_STEPS = "windows=Window(first, last) gives each row the steps around it; what else a unit does is a transform"
 _HOOK = "LazyTensorStorage(dtypes=..., share_next=True) stores less, and save() writes rows as they are stored"
 _NO_CHECKPOINTER = "leave it out, for save() and dumps() need no checkpointer"
 
@@ -41,7 +42,9 @@ DATA = {
     "RayReplayBuffer": _PROCESSES,
     "RemoteTensorDictReplayBuffer": _PROCESSES,
     "ReplayBufferEnsemble": _ENSEMBLE,
+    "SampleUnit": _STEPS,
     "SamplerEnsemble": _ENSEMBLE,
+    "Sequence": _STEPS,
     "StalenessAwareSampler": "store the version, and give the rows a priority by it",
     "Storage": _HERE,
     "StorageEnsemble": _ENSEMBLE,
@@ -55,6 +58,7 @@ DATA = {
     "TensorStorageCheckpointer": _NO_CHECKPOINTER,
     "Trajectory": _TRAJECTORIES,
     "TrajectoryPredicate": _TRAJECTORIES,
+    "Transition": "leave it out, for each row is one",
     "WriterEnsemble": _ENSEMBLE,
     "filter_trajectories": _TRAJECTORIES,
     "find_start_stop_traj": "the samplers of slices find the ends of trajectories",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,9 +26,10 @@ from gpubuf.data.storage.host_memory import Free
 from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key
 from gpubuf.data.storage.placement import PINNED, SPLIT, IndexBytes, NothingFitsError, choose, near_steps, readable
 from gpubuf.data.storage.placement import parse_bytes as parse_bytes
-from gpubuf.data.storage.plan import Recipe
+from gpubuf.data.storage.plan import Recipe, RowPlan
 from gpubuf.data.storage.schema import Codec, Options, Schema, continued_keys
 from gpubuf.data.storage.share_next import entries_of, side_bytes
+from gpubuf.data.storage.windows import Window
 from gpubuf.data.writers import DRAWN_KEYS
 from gpubuf.kernels.rows import ENTRY, FIELD
 from gpubuf.terminal import aligned
@@ -174,6 +176,7 @@ def plan(
     share_next: bool | Sequence[Any] = False,
     next_capacity: int | None = None,
     n_steps: int = 1,
+    windows: Window | Mapping[Any, Window] | None = None,
     writers: int | Writers = 0,
 ) -> Plan:
     """The memory that a buffer takes, and where it fits on this machine now. Nothing is allocated. No host sync.
@@ -187,7 +190,7 @@ def plan(
             plan is for as many transitions as fit, and for no more than one would if it were added.
         envs: environments, for storages with ``ndim=2``.
         dtypes, batch_dtypes, share_next, next_capacity: as for :class:`gpubuf.LazyTensorStorage`.
-        n_steps: as for :class:`gpubuf.ReplayBuffer`. More than one take a few bits per row.
+        n_steps, windows: as for :class:`gpubuf.ReplayBuffer`. More than one step takes a few bits per row.
         writers: as for :class:`gpubuf.ReplayBuffer`; 0: none. They take a byte per row, and queues on the host.
 
     Returns:
@@ -210,8 +213,10 @@ def plan(
         places = Writers.of(writers)
         step_bytes = envs * schema.written.row_bytes
         queues = places.count * places.steps_for(step_bytes) * step_bytes
-    row = _Row(schema, options, Recipe(n_steps).n_steps > 1, bool(writers))
-    chosen = _sampler(sampler)
+    recipe = Recipe(n_steps, windows=windows)
+    row = _Row(schema, options, recipe.needs_ends, bool(writers))
+    chosen = copy.copy(_sampler(sampler))
+    chosen.reader = RowPlan(recipe)
     free = host_memory.free()
     device_type = "cpu" if free.device is None else "cuda"
     limit = None

@@ -12,17 +12,18 @@ from gpubuf.data.processing.augment import Clip, Mirror, RandomShift
 from gpubuf.data.processing.reward_scale import RewardScale
 from gpubuf.data.processing.statistics import Normalize
 from gpubuf.data.samplers.base import RandomState, Sampler
+from gpubuf.data.samplers.laws import EmphasizeRecent, Geometric, Linear, Newest
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.prioritized_slices import PrioritizedSliceSampler
 from gpubuf.data.samplers.slices import SliceSampler, SliceSamplerWithoutReplacement
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.data.samplers.trajectory_index import Trajectories, TrajectoryIndex
 from gpubuf.data.samplers.uniform import RandomSampler, SamplerWithoutReplacement
-from gpubuf.data.sequences import SampleUnit, Sequence, Transition
 from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.memmap import LazyMemmapStorage
 from gpubuf.data.storage.schema import Codec
 from gpubuf.data.storage.storage import TensorStorage
+from gpubuf.data.storage.windows import Window
 from gpubuf.data.tensordict_buffers import (
     PrioritizedReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
@@ -36,13 +37,17 @@ __all__ = [
     "Clip",
     "Codec",
     "Compose",
+    "EmphasizeRecent",
+    "Geometric",
     "Hindsight",
     "ImmutableDatasetWriter",
     "LazyMemmapStorage",
     "LazyTensorStorage",
+    "Linear",
     "Mirror",
     "MixedReplayBuffer",
     "MultiStepTransform",
+    "Newest",
     "Normalize",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
@@ -54,10 +59,8 @@ __all__ = [
     "ReplayBufferDataset",
     "RewardScale",
     "RoundRobinWriter",
-    "SampleUnit",
     "Sampler",
     "SamplerWithoutReplacement",
-    "Sequence",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "StorageDataset",
@@ -68,7 +71,7 @@ __all__ = [
     "TensorStorage",
     "Trajectories",
     "TrajectoryIndex",
-    "Transition",
+    "Window",
     "Writer",
     "WriterClient",
     "Writers",

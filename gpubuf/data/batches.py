@@ -15,7 +15,6 @@ from gpubuf.data.operation import Operation
 from gpubuf.data.pinning import moved, pin
 from gpubuf.data.recording import at_replays
 from gpubuf.data.samplers.base import Drawn, Sampler, require_rows
-from gpubuf.data.sequences import SampleUnit
 from gpubuf.data.storage.containers import Data
 from gpubuf.data.storage.indexing import expanded
 from gpubuf.data.storage.placement import batch_device, check_host_room
@@ -54,7 +53,6 @@ class Batches:
         pin_memory: whether batches end in pinned memory.
         batch_size: of the buffer's constructor.
         relabel: gives rows other goals.
-        unit: makes windows of drawn rows.
         gate: called with the number of samples before each draw; waits until they may be drawn.
     """
 
@@ -68,7 +66,6 @@ class Batches:
     pin_memory: bool
     batch_size: int | None
     relabel: Hindsight | None
-    unit: SampleUnit | None
     gate: Callable[[int], None] | None = None
     _warned: bool = False
 
@@ -76,6 +73,8 @@ class Batches:
         # What is done to rows after they were gathered, apart from the transforms, of which there may be more later.
         self._direct = self.collate_fn is None
         self._device = batch_device(self.storage.allocation.device)
+        # A window of a row is of many rows.
+        self._many = _MANY_ROWS // len(self.reader.recipe.offsets)
         self._finished = self._direct and self.relabel is None and not self.pin_memory and self._device is None
 
     @property
@@ -120,12 +119,10 @@ class Batches:
         To be passed to :meth:`finish`. Its info has flat positions as ``"index"``, and ``"index_generation"`` always.
 
         Raises:
-            ValueError: rows are not tensors, or there is a ``sample_unit``.
+            ValueError: rows are not tensors.
         """
         if self.storage.host is not None:
             raise ValueError("a buffer of data that are not tensors can't have a part in batches of several buffers")
-        if self.unit is not None:
-            raise ValueError("a buffer with a sample_unit can't have a part in batches of several buffers")
         draw = self._draw if self.reader.launches else self.drawn
         return self.operation.run(draw, n, False, batches, False, True)
 
@@ -169,19 +166,21 @@ class Batches:
             NothingFitsError: the host has no memory for the batch.
             RuntimeError: the storage is empty, or the sampler reads rows in another way than the buffer.
         """
-        sampler, storage, reader = self.sampler, self.storage, self.reader
+        sampler, storage, layout = self.sampler, self.storage, self.reader.layout
         if sampler.ran_out:
             sampler.ran_out = False
         # Past `len`, which is a call.
         if not storage.ring.size:
             require_rows(storage, sampler.shards)
-        rows = (n if batches is None else n * batches) * (1 if self.unit is None else self.unit.rows)
-        if rows > _MANY_ROWS and reader.layout.leaves and storage.device.type == "cpu":
-            check_host_room(rows * (reader.layout.row_bytes + _PER_ROW), f"a batch of {rows} rows")
-        if self.unit is not None:
-            drawn = self.unit.draw(sampler, reader, n, batches, storage)
-        else:
-            drawn = sampler.draw(n) if batches is None else sampler.draw_batches(n, batches)
+        rows = n if batches is None else n * batches
+        if rows > self._many and layout.leaves and storage.device.type == "cpu":
+            check_host_room(rows * (layout.row_bytes + _PER_ROW), f"a batch of {rows} rows")
+        drawn = sampler.draw(n) if batches is None else sampler.draw_batches(n, batches)
+        return self.made_of(drawn, include_info, whole, assembled)
+
+    def made_of(self, drawn: Drawn, include_info: bool, whole: bool = True, assembled: bool = True) -> Batch:
+        """The batch of rows that were drawn. Arguments as for :meth:`drawn`."""
+        sampler, storage, reader = self.sampler, self.storage, self.reader
         if self.relabel is not None:
             drawn = self.relabel.apply(drawn, storage, sampler.random_state(storage.device))
         info = self._info(drawn, whole)
@@ -204,8 +203,8 @@ class Batches:
         n = self.batch_size if batch_size is None else batch_size
         if type(n) is not int or n < 1 or self.batch_size not in (n, None):
             n = self._checked(batch_size)
-        if self.unit is not None or self.storage.host is not None:
-            raise ValueError("windows of rows, and data that are not tensors, are no columns: sample() gives them")
+        if self.storage.host is not None:
+            raise ValueError("data that are not tensors are no columns: sample() gives them")
         if self.gate is not None:
             self.gate(n)
         if not (self._finished and self.transform.is_empty):

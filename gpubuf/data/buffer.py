@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -20,11 +20,11 @@ from gpubuf.data.operation import graph_break, operation, writing
 from gpubuf.data.parts import Parts
 from gpubuf.data.prepared_writes import Arrays
 from gpubuf.data.samplers.base import Sampler
-from gpubuf.data.sequences import SampleUnit
 from gpubuf.data.storage.containers import Data
 from gpubuf.data.storage.indexing import plain_index
 from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.storage import TensorStorage
+from gpubuf.data.storage.windows import Window
 from gpubuf.data.transforms import Compose
 from gpubuf.data.updates import is_key
 from gpubuf.data.writers import Writer
@@ -68,7 +68,9 @@ class ReplayBuffer:
         process: what the launch that copies the rows does to keys: :class:`Normalize` and :class:`RandomShift`. It
             comes before the transforms. Indexing gives rows as they were written.
         relabel: gives rows of a batch other goals, see :class:`Hindsight`.
-        sample_unit: what a drawn row stands for: a :class:`Sequence` of steps around it. Default: itself.
+        windows: the steps around a drawn row that a batch has: a :class:`Window` for all keys, or a mapping of keys to
+            Windows, each of which stands for all keys below it. With ``n_steps`` those of a key under ``"next"`` are
+            around the last row. Indexing gives rows as they were written. See docs/windows.md.
         writers: places for writers in other processes: a number, or :class:`Writers` with more options. Each gets a
             :meth:`client`. Default: none.
 
@@ -89,7 +91,6 @@ class ReplayBuffer:
         storage: TensorStorage | Callable[[], TensorStorage] | int | None = None,
         *,
         sampler: Sampler | Callable[[], Sampler] | None = None,
-        sample_unit: SampleUnit | None = None,
         writer: Writer | Callable[[], Writer] | None = None,
         collate_fn: Callable[[Data], Data] | None = None,
         pin_memory: bool = False,
@@ -103,6 +104,7 @@ class ReplayBuffer:
         reward_keys: Sequence[Any] | None = None,
         end_keys: Sequence[Any] | None = None,
         traj_key: Any = None,
+        windows: Window | Mapping[Any, Window] | None = None,
         process: Sequence[Any] = (),
         relabel: Hindsight | None = None,
         writers: int | Writers | None = None,
@@ -111,11 +113,10 @@ class ReplayBuffer:
             storage,
             sampler,
             writer,
-            Recipe(n_steps, gamma, reward_keys, end_keys, traj_key),
+            Recipe(n_steps, gamma, reward_keys, end_keys, traj_key, windows=windows),
             process,
             transform,
             relabel=relabel,
-            unit=sample_unit,
             collate_fn=collate_fn,
             pin_memory=pin_memory,
             prefetch=prefetch,

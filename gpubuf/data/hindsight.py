@@ -111,12 +111,14 @@ class Hindsight(TrajectoryBounds):
         """Raise if batches made by ``recipe``, with this processing, can't be relabelled.
 
         Raises:
-            ValueError: they have several steps, or a key that this reads or changes is processed.
+            ValueError: they have several steps or windows, or a key that this reads or changes is processed.
         """
         if recipe.n_steps > 1:
             raise ValueError(
                 f"with n_steps={recipe.n_steps} a reward is a sum over several steps, which hindsight can't make anew"
             )
+        if recipe.windows:
+            raise ValueError("hindsight gives single rows other goals: it can't be used with windows")
         keys = self.goal_key, (NEXT_KEY, *self.goal_key), self.achieved_key, self.reward_key
         for step in processing:
             served = step.serves()

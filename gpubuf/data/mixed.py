@@ -18,7 +18,7 @@ from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.checkpoints import files, restore, save
 from gpubuf.data.operation import Operation, graph_break, together
 from gpubuf.data.recording import at_replays, host_can_read
-from gpubuf.data.samplers.priorities import masks_of, priority_vectors, rows_of
+from gpubuf.data.samplers.priorities import masks_in, masks_of, priority_vectors, rows_of
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.shares import Offsets, remembered_cut
 from gpubuf.data.storage.containers import Data, device_of
@@ -383,6 +383,7 @@ class MixedReplayBuffer:
         priority, index, buffer = found.values()
         generation = data.get("index_generation", None)
         masks = masks_of(data.get(priority_mask_key(self.priority_key), None), data.get(MASK_KEY[0], None))
+        masks += masks_in(data, self._buffers[0].parts.recipe.masks, priority)
         if masks:
             buffer = torch.where(rows_of(masks, index.numel()).to(buffer.device), buffer.reshape(-1), -1)
         priority = samplers[0].reduce(priority, index.numel(), masks)

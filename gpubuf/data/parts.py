@@ -18,14 +18,12 @@ from gpubuf.data.ingress.intake import Intake
 from gpubuf.data.mending import forget, mend
 from gpubuf.data.operation import Operation
 from gpubuf.data.prefetch import Prefetched
-from gpubuf.data.processing.augment import RandomShift
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import EMPTIES, REPLAY
 from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.row_order import RowOrder
 from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.samplers.uniform import RandomSampler
-from gpubuf.data.sequences import check_parts, checked_unit
 from gpubuf.data.storage.containers import Data
 from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.plan import Recipe, RowPlan
@@ -60,7 +58,6 @@ class Parts:
         pipeline: what the launch that copies the rows does to keys, and statistics of written rows.
         recipe: how a batch is made of rows.
         relabel: gives rows of a batch other goals; None: they keep theirs.
-        unit: what a drawn row stands for; None: itself.
         collate_fn: applied to gathered batches; None: that of the storage.
         pin_memory: whether batches end in pinned memory.
         prefetch: whether the next batch is made ahead where that pays.
@@ -84,7 +81,6 @@ class Parts:
         transform: Callable[[Data], Data] | None = None,
         *,
         relabel: Hindsight | None = None,
-        unit: Any = None,
         collate_fn: Callable[[Data], Data] | None = None,
         pin_memory: bool = False,
         prefetch: int | None = None,
@@ -103,7 +99,7 @@ class Parts:
         transform, self.recipe = without_multi_steps(transform, replace(recipe, processing=self.pipeline or None))
         self.transform = Compose() if transform is None else Compose([transform])
         self.intake: Intake | None = None
-        self.relabel, self.unit = relabel, checked_unit(unit)
+        self.relabel = relabel
         self.collate_fn, self.pin_memory, self.batch_size = collate_fn, pin_memory, batch_size
         self.prefetch = bool(prefetch)
         self.dim_extend, self.priority_key = dim_extend, priority_key
@@ -127,11 +123,11 @@ class Parts:
 
     def assemble(self) -> None:
         """Make batches and writes of the parts that there are now. Raises as :meth:`connect`."""
-        storage, sampler, writer, unit = self.storage, self.sampler, self.writer, self.unit
+        storage, sampler, writer = self.storage, self.sampler, self.writer
         self.pipeline.attach(self.operation)
         slices = isinstance(sampler, SliceSampler)
-        windows = slices or self.recipe.n_steps > 1 or self.relabel is not None or unit is not None
-        self.row_order = RowOrder(self.recipe, self.time_dim, refused=slices) if windows else None
+        in_order = slices or not self.recipe.takes_single_rows or self.relabel is not None
+        self.row_order = RowOrder(self.recipe, self.time_dim, refused=slices) if in_order else None
         self.writes = Writes(
             storage,
             writer,
@@ -143,13 +139,9 @@ class Parts:
             priority_key=self.priority_key,
         )
         if self.intake is not None:
-            self.intake.serve(self.writes, unit, in_order=windows)
+            self.intake.serve(self.writes, self.recipe, in_order=in_order)
         reader = self._reader_of(storage)
         writer.attach(sampler, self.recipe, self.relabel)
-        if unit is not None:
-            shifts = any(isinstance(step, RandomShift) for step in self.pipeline.process)
-            check_parts(sampler, self.recipe, relabels=self.relabel is not None, shifts=shifts)
-            unit.bind(storage)
         if self.relabel is not None:
             self.relabel.check_recipe(self.recipe, self.pipeline.process)
             storage.readers.serve(self.relabel)
@@ -157,7 +149,7 @@ class Parts:
             sampler.read_from(reader)
         self.reader = reader
         before = vars(self).get("batches")
-        self.batches = (Prefetched if self.prefetch and Prefetched.helps(storage, sampler, unit) else Batches)(
+        self.batches = (Prefetched if self.prefetch and Prefetched.helps(storage, sampler) else Batches)(
             storage,
             reader,
             sampler,
@@ -168,7 +160,6 @@ class Parts:
             pin_memory=self.pin_memory,
             batch_size=self.batch_size,
             relabel=self.relabel,
-            unit=unit,
             gate=None if self.intake is None else self.intake.gate,
         )
         if isinstance(before, Prefetched):

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,6 @@ from gpubuf.data.pinning import map_tensors, tensors_of
 from gpubuf.data.recording import Recording, capturing, current
 from gpubuf.data.samplers.base import Drawn, Sampler
 from gpubuf.data.samplers.slices import SliceSampler
-from gpubuf.data.sequences import SampleUnit
 from gpubuf.data.storage.memmap import LazyMemmapStorage
 from gpubuf.data.storage.placement import PINNED, SPLIT
 from gpubuf.data.storage.plan import RowPlan
@@ -32,17 +31,17 @@ _KIND = "with prefetch, draw batches of the buffer's own batch_size, all of them
 _FIRST = "with prefetch, draw before the step's other calls of the buffer: a replay may have to draw when it begins"
 
 
-class _Chosen(SampleUnit):
-    """Rows that were chosen ahead, in the place of a draw."""
+class _Chosen(NamedTuple):
+    """Rows that were chosen ahead."""
 
-    def __init__(self, positions: Tensor, info: dict[Any, Tensor], ran_out: bool) -> None:
-        self._positions, self._info, self._ran_out = positions, info, ran_out
+    positions: Tensor
+    info: dict[Any, Tensor]
+    ran_out: bool
 
-    def draw(self, sampler: Sampler, reader: RowPlan, n: int, batches: int | None, storage: TensorStorage) -> Drawn:
-        """Gather them."""
-        tensors, generation = reader.gather(self._positions)
-        sampler.ran_out = self._ran_out
-        return Drawn(tensors, self._positions, generation, self._info)
+    def drawn(self, reader: RowPlan) -> Drawn:
+        """They, gathered now."""
+        tensors, generation = reader.gather(self.positions)
+        return Drawn(tensors, self.positions, generation, self.info)
 
 
 class _Ahead(NamedTuple):
@@ -142,10 +141,10 @@ class Prefetched(Batches):
         self._plain = Batches(**{each.name: getattr(self, each.name) for each in fields(Batches)})
 
     @staticmethod
-    def helps(storage: TensorStorage, sampler: Sampler, unit: SampleUnit | None) -> bool:
+    def helps(storage: TensorStorage, sampler: Sampler) -> bool:
         """Whether a batch of these parts is worth making ahead, and can be taken back."""
         place = storage.placement
-        if place is None or sampler.drawn_state is None or sampler.shards is not None or unit is not None:
+        if place is None or sampler.drawn_state is None or sampler.shards is not None:
             return False
         return place.kind in (PINNED, SPLIT) or (isinstance(storage, LazyMemmapStorage) and storage.has_large_rows)
 
@@ -223,10 +222,9 @@ class Prefetched(Batches):
         if ahead is None or ahead.include_info is not include_info:
             return None
         self.line.ahead = None
-        if isinstance(ahead.made, _Chosen):
-            # Of a copy: another thread may look at the unit of this object.
-            return replace(self._plain, unit=ahead.made).drawn(n, include_info, None)
         self.sampler.ran_out = ahead.made.ran_out
+        if isinstance(ahead.made, _Chosen):
+            return self._plain.made_of(ahead.made.drawn(self.reader), include_info)
         if ahead.of_graph:
             return _like(ahead.made, torch.clone)[0]
         on_gpu = (each for each in tensors_of((ahead.made.data, ahead.made.info)) if each.is_cuda)
@@ -308,7 +306,7 @@ class Prefetched(Batches):
         """Choose the rows of the next batch and request their pages. None: they are to be chosen anew."""
         sampler = self.sampler
         positions, info = sampler.choose(n)
-        # A transition of several steps has its next observation from the last of them.
-        steps = (self.reader.recipe.n_steps - 1) * math.prod(storage.shape[1:])
-        storage.request(torch.cat((positions, (positions + steps) % storage.max_size)) if steps else positions)
+        envs = math.prod(storage.shape[1:])
+        around = [(positions + offset * envs) % storage.max_size for offset in self.reader.recipe.offsets]
+        storage.request(torch.cat(around))
         return None if isinstance(sampler, SliceSampler) else _Chosen(positions, info, sampler.ran_out)

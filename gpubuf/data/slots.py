@@ -301,10 +301,9 @@ class PreparedBatches:
         self._batches, sampler = weakref.ref(batches), batches.sampler
         # A draw that leaves nothing behind on the host, but in the random stream, and says what it reads.
         self._can_repeat = sampler.drawn_state == () and sampler.settings is not None and sampler.shards is None
-        self._can_repeat &= batches.relabel is None and batches.unit is None
+        self._can_repeat &= batches.relabel is None
         names = ("_random", "reader", *sampler.parts, *(sampler.settings or ()))
-        ring = ("storage.ring.rewritten", "storage.ring.past_lost")
-        others = ("reader.placed", *ring, "transform.is_empty", "writer.track_generations")
+        others = ("reader.placed", "storage.ring.rewritten", "transform.is_empty", "writer.track_generations")
         self._state = attrgetter(*others, *(f"sampler.{name}" for name in names))
         self._known: dict[tuple[Any, ...], Any] = {}
         self._at: tuple[Any, ...] = (None,)

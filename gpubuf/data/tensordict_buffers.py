@@ -13,9 +13,8 @@ from gpubuf.data.batches import collapsed
 from gpubuf.data.buffer import ReplayBuffer
 from gpubuf.data.operation import graph_break, writing
 from gpubuf.data.parts import storage_of
-from gpubuf.data.samplers.priorities import masks_of, rows_of
+from gpubuf.data.samplers.priorities import masks_in, masks_of, rows_of
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
-from gpubuf.data.sequences import by_anchor
 from gpubuf.data.storage.containers import Data, batch_shape, check_entries, first_of, is_data, tensors_of
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.layout import MASK_KEY, as_key, priority_mask_key
@@ -166,7 +165,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
         Rows that were overwritten since the sample are left alone. So are those that have none: a loss says so at
         ``priority_key`` with ``"_mask"`` appended, true for the rows that have one, and ``("collector", "mask")`` is
-        false for rows that are no steps.
+        false for rows that are no steps. Of windows it is a number for each step: those that the mask of a window of
+        this length calls padded don't count, and the others make one number by the sampler's ``reduction``.
 
         Raises:
             KeyError: the batch has no priorities, or no ``"index"``.
@@ -185,13 +185,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         told = get(f"{self.priority_key}_mask" if plain else priority_mask_key(self.priority_key), None)
         collected, n = get(MASK_KEY[0], None), data.numel()
         masks = [] if told is None and collected is None else masks_of(told, collected)
-        if self.parts.unit is not None and (anchor := get("anchor_index", None)) is not None:
-            valid, generation = get("validity_mask", None), get("anchor_generation", None)
-            if masks:
-                valid = rows_of(masks if valid is None else [*masks, valid], n)
-            found = by_anchor(self.parts.storage, anchor, sampler.reduce(priority, n, masks), valid, generation)
-            self.update_priority(*found[:2], generation=found[2])
-            return
+        masks += masks_in(data, self.parts.recipe.masks, priority)
         if priority.dim() != 1 or priority.numel() != n or (index.dim() != 1 and self.parts.storage.ndim == 1):
             index, priority, generation = self._by_row(data, index, priority, generation, masks)
         if masks:

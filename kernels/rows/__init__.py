@@ -2,8 +2,8 @@
 
 A storage keeps one tensor per key, ``[capacity, ...]``, each row contiguous. All operations read a table and a ring:
 
-* ``table``: int64 ``[K, 5]`` or ``[F, 32]``, on the device that does the work. An entry of 5 words is a *column*, whose
-  rows are copied as bytes, see :func:`table_entry`. An entry of 32 words is a :class:`Field`, which says how one key of
+* ``table``: int64 ``[K, 5]`` or ``[F, 40]``, on the device that does the work. An entry of 5 words is a *column*, whose
+  rows are copied as bytes, see :func:`table_entry`. An entry of 40 words is a :class:`Field`, which says how one key of
   a batch is made of the rows of a column, and begins with the words of that column. Addresses point to the device's
   memory or to pinned host memory. The first rows of a key may lie in one and the others in the other. From row to row
   the address grows by the row stride, so that rows may lie inside wider records;
@@ -13,6 +13,8 @@ A storage keeps one tensor per key, ``[capacity, ...]``, each row contiguous. Al
 
 The kernels reach storage tensors by address, so that a schema cannot name them. ``ring`` stands for them: every
 operation, even a read, is annotated as mutating it. That keeps reads and writes in order, also under ``torch.compile``.
+
+A ring has *lost* rows if steps before its oldest one were overwritten: see :func:`has_lost`.
 
 The *generation* of a row is the number of times that its position has been written,
 ``(written - position + capacity - 1) // capacity``: derived, never stored.
@@ -25,10 +27,17 @@ the ``k``-th offset, the running sum of the sizes before it, each rounded up to 
 
 **Fields.** Each key of a computed batch says how it is made of rows:
 
-* **Which row.** For a drawn row the *window* is it and up to ``n_steps - 1`` next rows of the same environment.
-  The window stops with the first row that ends a trajectory, and with the newest row. A field reads the drawn row
-  (``DRAWN``), the last row of the window (``LAST``), the observation that follows the last row (``NEXT``), or sums over
-  the window with discounts (``SUM``); ``STEPS`` is the length of the window.
+* **Which row.** A drawn row stands for a *transition* of several steps: it and up to ``n_steps - 1`` next rows of the
+  same environment. The transition stops with the first row that ends a trajectory, and with the newest row. A field
+  reads the drawn row (``DRAWN``), the last row of the transition (``LAST``), the observation that follows the last row
+  (``NEXT``), or sums over the transition with discounts (``SUM``); ``STEPS`` is the length of the transition.
+* **Which rows around it.** A field whose ``window`` is W has a row of W *slots*: slot w is the row ``first + w * step``
+  steps after the one that is read, of the same environment (before it, if that is negative). The trajectory of the row
+  and the stored rows bound it: slots outside repeat the row at the bound (``REPEAT``) or are zeros (``ZERO``). With
+  ``CROSS`` the stored rows alone are bounds. Next observations (``NEXT``) go back one step further than rows: before
+  the next observation of a trajectory's first row comes that row's own. ``PADDED`` says of each slot, read from the
+  drawn row, whether it is outside, and ``IS_FIRST`` whether its row begins a trajectory: it is the oldest row of a ring
+  that has lost none, or the row before it ends one.
 * **Codec.** A stored element becomes a number (``stored * scale + offset``) and an element of the batch; a written one
   becomes a stored one (``(written - offset) / scale``, rounded to the nearest, half to even, if stored as an integer).
 * **Processing.** A number is normalised and cut to bounds, and images are shifted.
@@ -118,6 +127,16 @@ def table_entry(
     return [address, row_bytes, split, beyond - split * step, step]
 
 
+def has_lost(written: Any, size: Any, capacity: int) -> Any:
+    """Whether rows before the oldest stored one were overwritten: of counters that are numbers or tensors.
+
+    ``written`` may be ahead of the rows that were ever stored, so that generations go on where rows are forgotten: by
+    ``2 * capacity`` a time. It is ahead by an odd number of capacities where rows were lost elsewhere.
+    """
+    ahead = written - size
+    return (ahead > 0) & ((size == capacity) | (ahead % (2 * capacity) != 0))
+
+
 def new_ring(device: torch.device | str) -> Tensor:
     """The counters of an empty ring: int64 ``[4]`` of zeros on ``device``."""
     return torch.zeros(4, dtype=torch.int64, device=device)
@@ -142,14 +161,23 @@ OPAQUE = len(DTYPES)
 
 _INTEGER_OF = {dtype.itemsize: DTYPES.index(dtype) for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64)}
 
-DRAWN, LAST, NEXT, SUM, STEPS = range(5)
-"""Which row a field reads: values of :attr:`Field.kind`."""
+DRAWN, LAST, NEXT, SUM, STEPS, PADDED, IS_FIRST = range(7)
+"""Which row a field reads, or what it says of the rows: values of :attr:`Field.kind`."""
+
+REPEAT, ZERO, CROSS = range(3)
+"""What stands in slots outside of a trajectory: values of :attr:`Field.outside`."""
+
+UNIFORM, GEOMETRIC, LINEAR, RECENT = range(4)
+"""By which law :data:`sample` draws: values of :attr:`Reading.law`."""
 
 IN_SUCCESSOR, LOST = 0, -1
 """Values of ``links`` that are no entry."""
 
 MAX_STEPS = 64
-"""Most steps of a window: it lies in two words of the bitmap."""
+"""Most steps of a transition: it lies in two words of the bitmap."""
+
+MAX_REACH = 4096
+"""Most steps between a row and a slot of its window."""
 
 MAX_PAD = 2**14 - 1
 """Largest shift of an image: a GPU keeps both shifts of a row, up to twice as large, in one int32."""
@@ -188,6 +216,10 @@ class Field:
         entries, pending: addresses of the memory of next observations, for ``NEXT``.
         side_stride: bytes from row to row there.
         writes: 0 for fields that writes leave out: they read a column that another one writes.
+        window: slots of a row, W. ``elements`` and ``row_bytes`` are those of a slot. Only fields that are ``DRAWN``,
+            ``LAST``, ``NEXT``, ``PADDED`` or ``IS_FIRST`` may have more than one. All slots of a row are shifted alike.
+        first, step: offset of the first slot, and from each slot to the next, in steps; no further than ``MAX_REACH``.
+        outside: what stands in slots outside.
     """
 
     device_rows: int
@@ -214,6 +246,10 @@ class Field:
     pending: int = 0
     side_stride: int = 0
     writes: int = 1
+    window: int = 1
+    first: int = 0
+    step: int = 1
+    outside: int = REPEAT
 
     def encoded(self) -> list[int]:
         """The entry: ``FIELD`` integers. Those after the attributes follow from them, and save a GPU work."""
@@ -225,6 +261,7 @@ class Field:
         if self.kind == NEXT:
             aligned |= self.entries | self.pending | self.side_stride
         batch_bytes = self.row_bytes if self.batch == OPAQUE else self.elements * DTYPES[self.batch].itemsize
+        batch_bytes *= self.window
         copied = int(not (self._is_computed or self.pad))
         values += [copied, aligned, batch_bytes, int(self.stored == self.written and not self.has_codec)]
         values.append(int(self._is_simple))
@@ -238,11 +275,20 @@ class Field:
     @property
     def _is_computed(self) -> bool:
         """Whether elements of batches are computed even where they are not shifted."""
-        return bool(self.kind in (SUM, STEPS) or self.stored != self.batch or self.has_codec or self.mean)
+        return bool(self.kind >= SUM or self.stored != self.batch or self.has_codec or self.mean)
+
+    @property
+    def has_window(self) -> bool:
+        """Whether other rows are read than those that the kind says, or their places are told."""
+        return (self.window, self.first) != (1, 0) or self.kind >= PADDED
 
     @property
     def _is_simple(self) -> bool:
-        """Whether elements of batches are those of rows, moved perhaps, or float32 sums of them, or steps as int64."""
+        """Whether elements of batches are those of rows, moved perhaps, or float32 sums of them, or numbers of steps as
+        int64, or what is said of slots as bools.
+        """
+        if self.kind >= PADDED:
+            return self.batch == DTYPES.index(torch.bool)
         if self.kind == STEPS:
             return self.batch == _INTEGER_OF[8] and not self.mean
         summed = self.kind == SUM
@@ -255,18 +301,19 @@ class Field:
         return unknown and self.pad > 0 and not self._is_computed
 
 
-FIELD = 32
+FIELD = 40
 """Length of an entry of ``fields``."""
 
 # Places in an entry, after those of its column.
 KIND, STORED, WRITTEN_AS, BATCH, ELEMENTS = range(5, 10)
 SCALE, CODEC_OFFSET, MEAN, FACTOR, LOW, HIGH, PAD, HEIGHT, WIDTH, PAIR = range(10, 20)
 ENTRIES, PENDING, SIDE_STRIDE, WRITES = range(20, 24)
+WINDOW, FIRST, STEP, OUTSIDE = range(24, 28)
 
 # Places of what follows from these: whether batches are copied as bytes; all addresses and sizes that must be aligned
 # for wide copies, in one number; bytes of a row of the batch; whether writes are copied as bytes; and whether batches
 # are made by the CPU's compiled kernels.
-COPIED, ALIGNED, BATCH_BYTES, WRITTEN_AS_STORED, SIMPLE = range(24, 29)
+COPIED, ALIGNED, BATCH_BYTES, WRITTEN_AS_STORED, SIMPLE = range(28, 33)
 
 
 def float_bits(value: float) -> int:
@@ -298,11 +345,16 @@ class Reading(NamedTuple):
             b of a batch uses uniforms ``offset + b * draws ..`` of it, in pairs by which images are shifted down and to
             the right. A call moves it by ``n * draws``.
         envs: environments of a step.
-        n_steps: most rows of a window, 1 to ``MAX_STEPS``.
+        n_steps: most rows of a transition, 1 to ``MAX_STEPS``.
         gamma: discount of a step in sums.
         draws: random numbers of a row.
         on_host: share of the rows that lie in the host's memory, from which a GPU reads them with few programs. No
             batch is another one for it.
+        past: steps before a drawn row that must be there, or never have been: where the ring has lost rows
+            (:func:`has_lost`), :data:`sample` does not draw the oldest ``past`` steps (but the newest step always).
+        windows: whether a field has a window. A GPU's kernel is another one then; a CPU sees it in the fields.
+        law: the probabilities of rows that :data:`sample` draws; see there.
+        numbers: float64 ``[2]``, a and b of the law; None: it needs none.
     """
 
     ends: Tensor | None = None
@@ -313,11 +365,15 @@ class Reading(NamedTuple):
     gamma: float = 1.0
     draws: int = 0
     on_host: float = 0.0
+    past: int = 0
+    windows: bool = False
+    law: int = UNIFORM
+    numbers: Tensor | None = None
 
 
 _READING = (
     "Tensor? ends=None, Tensor? links=None, Tensor(b!)? noise=None, int envs=1, int n_steps=1, float gamma=1.0,"
-    " int draws=0, float on_host=0.0"
+    " int draws=0, float on_host=0.0, int past=0, bool windows=False, int law=0, Tensor? numbers=None"
 )
 
 
@@ -339,16 +395,16 @@ gather = define(
 end of the storage. ``generation`` is int64 ``[n]``. ``arena_bytes`` is what :func:`arena_offsets` says. No host sync.
 
 ``reading`` is a :class:`Reading`, of which a table of columns takes ``on_host`` alone. Of a table of fields a row of
-the arena has ``elements * size of the batch's dtype`` bytes. Sums are made in float64, the drawn row first. The codec
-and normalising compute in float32, or in float64 if stored or batch are float64, or if integers are summed; between
-integers nothing is computed without a codec or processing. A number becomes an integer of the batch rounded to the
-nearest, half to even, and cut to the range (NaN: 0), and a bool if it is not zero.
+the arena has ``window * elements * size of the batch's dtype`` bytes. Sums are made in float64, the drawn row first.
+The codec and normalising compute in float32, or in float64 if stored or batch are float64, or if integers are summed;
+between integers nothing is computed without a codec or processing. A number becomes an integer of the batch rounded to
+the nearest, half to even, and cut to the range (NaN: 0), and a bool if it is not zero.
 
 Raises:
     IndexError: an index is out of range, or the next observation of a row is lost (CPU). On a GPU such a row reads as
         zeros, has generation -1, which no row has, and counts in ``ring[FAULTS]``.
     ValueError: ``arena_bytes`` does not fit the table (CPU; on a GPU the sizes are not known to the host); or
-        ``n_steps`` is outside 1 .. 64.
+        ``n_steps`` is outside 1 .. 64, ``past`` outside 0 .. ``MAX_REACH``.
 """
 
 
@@ -370,6 +426,19 @@ Drawn with replacement from the valid rows in the same launch that copies them: 
 ``min(floor(u_i * size), size - 1)`` with the ``i``-th Philox uniform. The ring must not be empty (on an empty
 ring the CPU raises RuntimeError; a GPU counts a fault per row, reads zeros, and says -1 for index and generation).
 No draw is made for ``n`` = 0. ``reading`` as for :data:`gather`. No host sync.
+
+Where rows are left out for their ``past``, m are left and o is the oldest of them: draw ``i`` is
+``(o + min(floor(u_i * m), m - 1)) % capacity``. A law takes m - 1 - r in place of the minimum, of a rank r that counts
+from the newest row:
+
+* ``GEOMETRIC``: r with probability in proportion to ``exp(a * r)``, of a < 0:
+  ``floor(log(1 - u * (1 - exp(a * m))) / a)``, at most m - 1;
+* ``LINEAR``: to m - r. It has ``t = min(floor(u * T), T - 1)`` of ``T = m * (m + 1) / 2`` units below it, of which the
+  k-th oldest row has k: p is the largest number with ``p * (p + 1) / 2 <= t``, and ``r = m - 1 - p``;
+* ``RECENT``: uniform among the newest ``c = min(max(floor(max(exp(a) * m, b)), 1), m)``: ``min(floor(u * c), c - 1)``.
+
+Logarithms and exponentials are those of the device: where they are rounded in another way, a draw in some billions is a
+neighbour.
 """
 
 extend = define(
@@ -387,8 +456,8 @@ cursor, and move it.
 ``[n]``, the position of every row given, also of those that did not survive. On a GPU there is one launch for
 every 128 keys. No host sync.
 
-``SUM`` and ``LAST`` fields are stored like ``DRAWN`` ones; those with ``writes`` 0, and ``STEPS``, are skipped: their
-sources are empty. With shared fields ``n`` is a multiple of ``envs``. Then:
+``SUM`` and ``LAST`` fields are stored like ``DRAWN`` ones; those with ``writes`` 0 are skipped (so have ``STEPS``,
+``PADDED`` and ``IS_FIRST``): their sources are empty. With shared fields ``n`` is a multiple of ``envs``. Then:
 
 1. The next observations that were pending are compared with the observations that now follow them: those that differ
    move aside.

@@ -16,8 +16,12 @@ from gpubuf.kernels.rows import (
     ELEMENTS,
     ENTRY,
     FIELD,
+    GEOMETRIC,
+    MAX_REACH,
     MAX_STEPS,
+    RECENT,
     ROW_BYTES,
+    UNIFORM,
     NoRoomError,
     Reading,
 )
@@ -51,7 +55,10 @@ def check_reading(how: Reading, capacity: int) -> None:
     """Raise TypeError or ValueError unless a batch can be computed with these arguments."""
     check_envs(capacity, how.envs)
     if not 1 <= how.n_steps <= MAX_STEPS:
-        raise ValueError(f"a window has 1 to {MAX_STEPS} steps, not {how.n_steps}")
+        raise ValueError(f"a transition has 1 to {MAX_STEPS} steps, not {how.n_steps}")
+    if not 0 <= how.past <= MAX_REACH:
+        raise ValueError(f"past must be in 0 .. {MAX_REACH}, not {how.past}")
+    check_law(how)
     ends, noise = how.ends, how.noise
     if ends is not None:
         words = (capacity // how.envs + 63) // 64 * how.envs
@@ -65,6 +72,16 @@ def check_reading(how: Reading, capacity: int) -> None:
         check_state(noise)
     if how.draws < 0 or (how.draws and noise is None):
         raise ValueError(f"{how.draws} random numbers per row don't go with noise {noise}")
+
+
+def check_law(how: Reading) -> None:
+    """Raise TypeError or ValueError unless rows can be drawn by this law."""
+    if not UNIFORM <= how.law <= RECENT:
+        raise ValueError(f"law must be in {UNIFORM} .. {RECENT}, not {how.law}")
+    if how.law in (GEOMETRIC, RECENT):
+        if how.numbers is None:
+            raise TypeError(f"law {how.law} needs two numbers")
+        demand_dense("numbers", how.numbers, torch.float64, 2)
 
 
 def check_envs(capacity: int, envs: int) -> None:

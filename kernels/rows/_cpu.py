@@ -19,21 +19,30 @@ from gpubuf.kernels.philox import OFFSET, check_state
 from gpubuf.kernels.philox._cpu import uniforms_at
 from gpubuf.kernels.rows import (
     BATCH_BYTES,
+    CROSS,
     DRAWN,
     DTYPES,
     ENTRY,
+    GEOMETRIC,
     IN_SUCCESSOR,
+    IS_FIRST,
+    LAST,
+    LINEAR,
     NEXT,
     OPAQUE,
+    PADDED,
     ROW_BYTES,
     SIZE,
     STEPS,
     SUM,
+    UNIFORM,
     WRITTEN,
+    ZERO,
     Field,
     NoRoomError,
     Reading,
     arena_offsets,
+    has_lost,
 )
 from gpubuf.kernels.rows._check import (
     CONTIGUOUS,
@@ -213,31 +222,62 @@ def _encoded(field: _Field, elements: Tensor, number: int) -> Tensor:
 # Reading
 
 
-class _Windows:
-    """The windows of drawn rows: ``rows[k]`` has the row after k steps of each, as far as it goes; ``length``."""
+class _Transitions:
+    """The transitions of drawn rows: ``rows[k]`` has the row after k steps of each, as far as it goes; ``length``."""
 
     def __init__(self, drawn: Tensor, ring: Tensor, capacity: int, how: Reading) -> None:
-        steps, envs = capacity // how.envs, how.envs
-        self.newest = (int(ring[WRITTEN]) // envs + steps - 1) % steps
+        self.steps, self.envs, self.ends = capacity // how.envs, how.envs, how.ends
+        self.written, size = int(ring[WRITTEN]), int(ring[SIZE])
+        self.newest, self.stored = (self.written // how.envs + self.steps - 1) % self.steps, size // how.envs
+        self.has_lost = has_lost(self.written, size, capacity)
         self.rows, self.length = [drawn], torch.ones_like(drawn)
         goes_on = torch.ones_like(drawn, dtype=torch.bool)
         for _ in range(how.n_steps - 1):
             row = self.rows[-1]
-            step, env = row // envs, row % envs
-            goes_on = goes_on & (step != self.newest)
-            if how.ends is not None:
-                goes_on &= (how.ends.view(-1)[step // 64 * envs + env] >> step % 64) & 1 == 0
+            goes_on = goes_on & (row // self.envs != self.newest) & ~self.ends_at(row)
             self.length += goes_on
-            self.rows.append(torch.where(goes_on, (row + envs) % capacity, row))
+            self.rows.append(torch.where(goes_on, self.after(row, 1), row))
         self.last = self.rows[-1]
 
+    def after(self, row: Tensor, by: Tensor | int) -> Tensor:
+        """The rows so many steps after others; before them, if that is negative."""
+        return (row + by * self.envs) % (self.steps * self.envs)
 
-def _next_of(field: _Field, last: Tensor, windows: _Windows, capacity: int, how: Reading) -> Tensor:
+    def ends_at(self, row: Tensor) -> Tensor:
+        """Whether rows end trajectories."""
+        if self.ends is None:
+            return torch.zeros_like(row, dtype=torch.bool)
+        step, env = row // self.envs, row % self.envs
+        return (self.ends.view(-1)[step // 64 * self.envs + env] >> step % 64) & 1 == 1
+
+    def room(self, row: Tensor, reach: int, crosses: bool) -> tuple[Tensor, Tensor]:
+        """Steps before and after rows until a bound, looked for as far as ``reach``."""
+        ahead = (self.newest - row // self.envs) % self.steps
+        behind = (self.stored - 1 - ahead).clamp(min=0)
+        for k in range(0 if crosses else reach, 0, -1):
+            behind = torch.where(self.ends_at(self.after(row, -k)), behind.clamp(max=k - 1), behind)
+            ahead = torch.where(self.ends_at(self.after(row, k - 1)), ahead.clamp(max=k - 1), ahead)
+        return behind, ahead
+
+
+def _slots(field: _Field, row: Tensor, around: _Transitions) -> tuple[Tensor, Tensor, Tensor]:
+    """``(offset, begins, outside)``, ``[n, W]`` each: slots cut to the bounds, as steps after ``row``; those of a NEXT
+    that are the own observation of a trajectory's first row; and those outside."""
+    offset = torch.arange(field.window, device="cpu") * field.step + field.first
+    behind, ahead = around.room(row, int(offset.abs().max()) + 1, field.outside == CROSS)
+    behind, ahead = behind[:, None], ahead[:, None]
+    before = int(field.kind == NEXT)
+    outside = (offset < -behind - before) | (offset > ahead)
+    cut = torch.maximum(torch.minimum(offset, ahead), -behind)
+    return cut, (offset < -behind) & (field.kind == NEXT), outside
+
+
+def _next_of(field: _Field, last: Tensor, around: _Transitions, capacity: int, how: Reading) -> Tensor:
     """The bytes of the observations after rows."""
     assert how.links is not None
     envs, links = how.envs, how.links[last]
-    out = load(field, (last + envs) % capacity)
-    pending = last // envs == windows.newest
+    out = load(field, around.after(last, 1))
+    pending = last // envs == around.newest
     if pending.any():
         found = _strided(field.pending, envs, field.side_stride, field.row_bytes)
         out[pending] = found[last[pending] % envs]
@@ -249,23 +289,53 @@ def _next_of(field: _Field, last: Tensor, windows: _Windows, capacity: int, how:
     return out
 
 
-def _computed(field: _Field, drawn: Tensor, windows: _Windows, capacity: int, how: Reading, at: Tensor) -> Tensor:
+def _computed(field: _Field, drawn: Tensor, around: _Transitions, capacity: int, how: Reading, at: Tensor) -> Tensor:
     """Rows of the batch. ``at`` has the positions of their random numbers."""
     real = torch.float64 if field.is_wide else torch.float32
     if field.kind == STEPS:
-        numbers = windows.length.to(real)[:, None].repeat(1, field.elements)
+        numbers = around.length.to(real)[:, None].repeat(1, field.elements)
     elif field.kind == SUM:
         total, discount = torch.zeros(len(drawn), field.elements, dtype=torch.float64, device="cpu"), 1.0
-        for k, row in enumerate(windows.rows):
+        for k, row in enumerate(around.rows):
             term = _decoded(field, _elements(load(field, row), field.stored)).double()
-            total = torch.where((windows.length > k)[:, None], total + discount * term if k else term, total)
+            total = torch.where((around.length > k)[:, None], total + discount * term if k else term, total)
             discount *= how.gamma
         numbers = total.to(real)
     else:
-        row = drawn if field.kind == DRAWN else windows.last
-        data = _next_of(field, row, windows, capacity, how) if field.kind == NEXT else load(field, row)
+        row = around.last if field.kind in (LAST, NEXT) else drawn
+        if field.has_window:
+            return _windows(field, row, around, capacity, how, at)
+        data = _next_of(field, row, around, capacity, how) if field.kind == NEXT else load(field, row)
         return finished(field, data, how, at)
     return _processed(field, numbers, how, at)
+
+
+def _windows(field: _Field, row: Tensor, around: _Transitions, capacity: int, how: Reading, at: Tensor) -> Tensor:
+    """Windows around rows: ``[n * W, ...]``, slot after slot."""
+    offset, begins, outside = (each.reshape(-1) for each in _slots(field, row, around))
+    slots = around.after(row.repeat_interleave(field.window), offset)
+    if field.kind == PADDED:
+        return outside[:, None]
+    if field.kind == IS_FIRST:
+        oldest = (around.newest - slots // how.envs) % around.steps == around.stored - 1
+        return torch.where(oldest, not around.has_lost, around.ends_at(around.after(slots, -1)))[:, None]
+    if field.kind == NEXT:
+        _check_links(how.links, slots[~begins], around)
+        data = torch.where(begins[:, None], load(field, slots), _next_of(field, slots, around, capacity, how))
+    else:
+        data = load(field, slots)
+    found = finished(field, data, how, at.repeat_interleave(field.window))
+    if field.outside == ZERO:
+        found = found.masked_fill(outside.view(-1, *[1] * (found.dim() - 1)), 0)
+    return found
+
+
+def _check_links(links: Tensor | None, row: Tensor, around: _Transitions, given: Tensor | None = None) -> None:
+    """Raise an IndexError if the next observation of a row is lost."""
+    assert links is not None
+    gone = (links[row] < 0) & (row // around.envs != around.newest)
+    if gone.any():
+        raise lost(given, int(gone.nonzero()[0]))
 
 
 def finished(field: _Field, data: Tensor, how: Reading, at: Tensor) -> Tensor:
@@ -320,7 +390,7 @@ def read(
         targets: the tensors.
         reading: a :class:`Reading`, or nothing for a table of columns.
     """
-    fields, how = fields_of(table), Reading() if table.shape[1] == ENTRY else Reading(*reading)
+    fields, how = fields_of(table), Reading(*reading)
     written, size, *_ = ring.tolist()
     if n == 0:
         nothing = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -328,10 +398,8 @@ def read(
     if rng is not None:
         if not size:
             raise RuntimeError("can't sample from an empty storage")
-        index = (
-            (uniforms_at(int(rng[0]), torch.arange(n, device="cpu") + rng[OFFSET]) * size).long().clamp_(max=size - 1)
-        )
-        drawn = index
+        uniforms = uniforms_at(int(rng[0]), torch.arange(n, device="cpu") + rng[OFFSET])
+        drawn = index = drawn_rows(uniforms, ring, capacity, how)
     else:
         assert given is not None
         index = given
@@ -346,6 +414,43 @@ def read(
     return index, (written - drawn + capacity - 1) // capacity
 
 
+def kept_rows(ring: Tensor, capacity: int, how: Reading) -> Tensor:
+    """How many rows :data:`gpubuf.kernels.rows.sample` draws from: int64, 0-dim, on any device. No host sync."""
+    written, size = ring[WRITTEN], ring[SIZE]
+    left_out: Tensor = (size - how.envs).clamp(0, how.past * how.envs) * has_lost(written, size, capacity)
+    return size - left_out
+
+
+def drawn_rows(uniforms: Tensor, ring: Tensor, capacity: int, how: Reading) -> Tensor:
+    """The rows that :data:`gpubuf.kernels.rows.sample` draws by uniforms, float64 ``[n]``, on any device. No sync."""
+    written, kept = ring[WRITTEN], kept_rows(ring, capacity, how)
+    if how.law != UNIFORM:
+        return (written - 1 - _ranks(uniforms, kept, how)).remainder_(capacity)
+    oldest = torch.where(kept < ring[SIZE], written - kept, 0)
+    return ((uniforms * kept).long().minimum(kept - 1) + oldest).remainder_(capacity)
+
+
+def _ranks(uniforms: Tensor, kept: Tensor, how: Reading) -> Tensor:
+    """Ranks by a law, among so many rows: 0 is the newest."""
+    rank: Tensor
+    if how.law == LINEAR:
+        total = kept * (kept + 1) // 2
+        unit = (uniforms * total).long().minimum(total - 1)
+        row = (((8 * unit.double() + 1).sqrt() - 1) / 2).long()
+        # The root may be rounded to a neighbour.
+        row -= (row * (row + 1) // 2 > unit).long()
+        row += ((row + 1) * (row + 2) // 2 <= unit).long()
+        return kept - 1 - row
+    assert how.numbers is not None
+    a, b = how.numbers
+    if how.law == GEOMETRIC:
+        rank = ((1 - uniforms * (1 - (a * kept).exp())).log() / a).long().minimum(kept - 1)
+        return rank
+    among = (a.exp() * kept).maximum(b).long().clamp(min=1).minimum(kept)
+    rank = (uniforms * among).long().minimum(among - 1)
+    return rank
+
+
 def compute(
     fields: Sequence[_Field], targets: list[Tensor], given: Tensor | None, drawn: Tensor, ring: Tensor, capacity: int,
     how: Reading, first: int,
@@ -356,14 +461,12 @@ def compute(
     """
     if all(field.kind == DRAWN for field in fields):
         how = how._replace(n_steps=1)
-    windows = _Windows(drawn, ring, capacity, how)
+    around = _Transitions(drawn, ring, capacity, how)
     if how.links is not None and any(field.kind == NEXT for field in fields):
-        gone = (how.links[windows.last] < 0) & (windows.last // how.envs != windows.newest)
-        if gone.any():
-            raise lost(given, int(gone.nonzero()[0]))
+        _check_links(how.links, around.last, around, given)
     at = torch.arange(len(drawn), device="cpu") * how.draws + first
     for field, target in zip(fields, targets, strict=True):
-        fill(field, target, _computed(field, drawn, windows, capacity, how, at))
+        fill(field, target, _computed(field, drawn, around, capacity, how, at))
 
 
 def fill(field: _Field, target: Tensor, rows: Tensor) -> None:

@@ -69,8 +69,8 @@ def copy_tile(n_bytes: int, device: torch.device) -> tuple[int, int]:
 def batch_tile(n_bytes: int, device: torch.device, one_each: bool = False) -> tuple[int, int]:
     """As :func:`copy_tile`, of a computed batch: two elements per thread at most, or one.
 
-    Of a batch with next observations aside or random processing, and of a write of fields, it is one: or else registers
-    spill on some GPUs.
+    Of a batch with windows, next observations aside or random processing, and of a write of fields, it is one: or else
+    registers spill on some GPUs.
     """
     tile, num_warps = copy_tile(n_bytes, device)
     return min(tile, 64 * num_warps), num_warps * (2 if one_each else 1)
@@ -141,10 +141,11 @@ def _read(
         check_devices(table, ring, other, *(() if plain else how[:3]))
     device, computed = table.device, None
     if not plain:
-        # A window of one step ends there, whatever the flags say.
-        ends = how.ends if how.n_steps > 1 else None
+        windows = how.windows or how.past > 0
+        # A transition of one step ends there, whatever the flags say.
+        ends = how.ends if how.n_steps > 1 or windows else None
         memory = (ends, how.links, how.noise)
-        computed = (*[tensor is not None for tensor in memory], *how[3:7])
+        computed = (*[tensor is not None for tensor in memory], *how[3:7], how.past, windows)
     known = prepared_read(device, table.shape[0], n, capacity, arena_bytes, rng is not None, computed, how.on_host)
     arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
     generation = torch.empty(n, dtype=torch.int64, device=device)
@@ -174,7 +175,8 @@ def prepared_read(
         n_keys: keys of a row.
         n, capacity, arena_bytes: as of the operations.
         drawn: the kernel draws the rows.
-        computed: of a computed batch whether there are ends, links and noise, and the numbers of its ``Reading``.
+        computed: of a computed batch whether there are ends, links and noise, the numbers of its ``Reading``, and
+            whether there are windows.
         on_host: as of ``Reading``.
 
     Raises:
@@ -187,13 +189,15 @@ def prepared_read(
         tile, num_warps = copy_tile(arena_bytes, device)
         numbers: tuple[int, ...] = (n_keys, n, capacity)
     else:
-        has_ends, has_links, has_noise, envs, n_steps, gamma, draws = computed
+        has_ends, has_links, has_noise, envs, n_steps, gamma, draws, past, windows = computed
         kernel = rows_compute_kernel
-        tile, num_warps = batch_tile(arena_bytes, device, has_links or has_noise)
+        demanding = has_links or has_noise or windows
+        tile, num_warps = batch_tile(arena_bytes, device, demanding)
         # Unless it is told that they are there, a compiler of today spills some for more programs side by side.
-        registers = all_registers(num_warps) if has_links or has_noise else None
-        numbers = (n_keys, n, capacity // envs, envs, n_steps, float_bits(gamma), draws)
+        registers = all_registers(num_warps) if demanding else None
+        numbers = (n_keys, n, capacity // envs, envs, n_steps, float_bits(gamma), draws, past)
         flags = {"HAS_ENDS": has_ends, "HAS_LINKS": has_links, "HAS_NOISE": has_noise, "SAMPLE": drawn}
+        flags["HAS_WINDOWS"] = windows
     if n:
         check_row_bytes(arena_bytes, n)
     row_programs = cdiv(n, tile)

@@ -68,12 +68,14 @@ def read(
     addresses = _addresses(targets)
     before: tuple[Any, ...] = (table.data_ptr(), len(targets), ring.data_ptr(), _address(rng), index.data_ptr())
     after: tuple[Any, ...] = (n, capacity, addresses.buffer_info()[0], generation.data_ptr())
+    if len(reading) == len(Reading._fields) and reading[-2]:
+        return _cpu.read(table, ring, rng, given, n, capacity, targets, reading)
     if table.shape[1] == ENTRY:
         how = None
         results = call_in_parts(_copy_batch, before, n, after)
     else:
         how = Reading(*reading)
-        before, after = (*map(_address, how[:3]), *before), (*after, *how[3:7])
+        before, after = (*map(_address, how[:3]), *before), (*after, *how[3:7], how.past)
         results = call_in_parts(_read_batch, before, n, (*after, True))
         if results[0] == NOT_SIMPLE:
             results = _read_some(table, index, ring, capacity, targets, how, before, after)
@@ -96,7 +98,7 @@ def _read_some(
     first = 0 if how.noise is None else int(how.noise[OFFSET])
     copies, copied, left = [*targets], [], []
     for place, field in enumerate(fields_of(table)):
-        if not field.simple and field.kind < SUM:
+        if not field.simple and field.kind < SUM and not field.has_window:
             copies[place] = torch.empty(n, field.row_bytes, dtype=torch.uint8, device="cpu")
             copied.append((place, field))
         elif not field.simple:

@@ -15,8 +15,8 @@ AHEAD = 32
 _STREAMED_RUN, _STREAMED_COLUMN = 1 << 11, 1 << 24
 
 # A place of a next observation is the row that it is in, if not negative. Else it is one of these, minus twice the
-# number of the entry or the environment.
-ASIDE, AT_END = -1, -2
+# number of the entry or the environment. LOST is none of them.
+ASIDE, AT_END, LOST = -1, -2, -(1 << 40)
 
 
 @jit(forceinline=True)

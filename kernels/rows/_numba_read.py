@@ -1,4 +1,4 @@
-"""Batches of rows on the CPU: copies, key after key, and others: windows first, then field after field.
+"""Batches of rows on the CPU: copies, key after key, and others: transitions first, then field after field.
 
 Fields that are not ``SIMPLE`` are left to the plain definition.
 
@@ -13,42 +13,61 @@ import numpy as np
 from numba import carray
 
 from gpubuf.kernels._jit import jit, kernel
-from gpubuf.kernels._primitives import as_i64, load_f32, load_i32, load_i64, lowest_bit, prefetch_l2, store_f32
+from gpubuf.kernels._primitives import (
+    as_i64,
+    as_u8,
+    highest_bit,
+    load_f32,
+    load_i32,
+    load_i64,
+    lowest_bit,
+    prefetch_l2,
+    store_f32,
+)
 from gpubuf.kernels.philox import OFFSET, SEED
 from gpubuf.kernels.philox._numba_kernels import philox_uniform_f64
 from gpubuf.kernels.rows import (
     BATCH,
     BATCH_BYTES,
     COPIED,
+    CROSS,
     DEVICE_ROWS,
     DRAWN,
     ELEMENTS,
     ENTRY,
     FIELD,
+    FIRST,
     HEIGHT,
     HOST_ROWS,
+    IS_FIRST,
     KIND,
     LAST,
     NEXT,
     OPAQUE,
+    OUTSIDE,
     PAD,
+    PADDED,
     PAIR,
     ROW_BYTES,
     ROW_STRIDE,
     SIMPLE,
     SIZE,
     SPLIT,
+    STEP,
     STEPS,
     STORED,
     SUM,
     WIDTH,
+    WINDOW,
     WRITTEN,
+    ZERO,
 )
 from gpubuf.kernels.rows._numba import DONE, NOT_SIMPLE, REFUSED
 from gpubuf.kernels.rows._numba_copy import (
     AHEAD,
     ASIDE,
     AT_END,
+    LOST,
     all_within,
     copy_row,
     divided,
@@ -58,17 +77,26 @@ from gpubuf.kernels.rows._numba_copy import (
     write_generations,
 )
 
-# Rows whose windows are found at a time: few enough to stay in the L1 cache.
+# Rows whose transitions, or slots, are found at a time: few enough to stay in the L1 cache.
 _TOGETHER = 1024
 
 # Copies
 
 
 @jit(forceinline=True)
-def _find_positions(ring, rng_address, index_address, first, n, capacity, position):  # type: ignore[no-untyped-def]
+def _has_lost(written, size, capacity):  # type: ignore[no-untyped-def]
+    """:func:`gpubuf.kernels.rows.has_lost`."""
+    ahead = written - size
+    return ahead > 0 and (size == capacity or ahead % (2 * capacity) != 0)
+
+
+@jit(forceinline=True)
+def _find_positions(  # type: ignore[no-untyped-def]
+    ring, rng_address, index_address, first, n, capacity, left_out, position
+):  # fmt: skip
     """Draw rows ``first .. first + n - 1`` of a batch, or find given ones where ``rng_address`` is 0.
 
-    False: there are none, or a given one is out of range.
+    The ``left_out`` oldest rows are not drawn. False: there are none, or a given one is out of range.
     """
     index = carray(as_i64(index_address + 8 * first), n)
     if rng_address != 0:
@@ -76,8 +104,10 @@ def _find_positions(ring, rng_address, index_address, first, n, capacity, positi
         if size == 0:
             return False
         seed, offset = rng[SEED], rng[OFFSET] + first
+        oldest = (ring[WRITTEN] - size + left_out) % capacity if left_out > 0 else 0
+        size -= left_out
         for i in range(n):
-            row = min(int(philox_uniform_f64(seed, offset + i) * size), size - 1)
+            row = forward(oldest, min(int(philox_uniform_f64(seed, offset + i) * size), size - 1), capacity)
             index[i] = row
             position[i] = row
         return True
@@ -136,7 +166,7 @@ def copy_batch(  # type: ignore[no-untyped-def]
     ring = carray(as_i64(ring_address), 4)
     # The memory of the generations holds the positions until the rows are copied.
     position = carray(as_i64(generation_address + 8 * first), n)
-    if not _find_positions(ring, rng_address, index_address, first, n, capacity, position):
+    if not _find_positions(ring, rng_address, index_address, first, n, capacity, 0, position):
         return REFUSED
     table, targets = carray(as_i64(table_address), (n_keys, ENTRY)), carray(as_i64(targets_address), n_keys)
     if n_keys > 0:
@@ -175,19 +205,19 @@ def _shifted(source, field, size, dy, dx, target):  # type: ignore[no-untyped-de
 
 @jit
 def _shift_rows(target, field, rows, n, noise, ahead, draws):  # type: ignore[no-untyped-def]
-    """Copy rows, shifted by random numbers, those of the first row ``ahead`` of the offset."""
+    """Copy rows, shifted by random numbers, those of the first row ``ahead`` of the offset; slots of a row alike."""
     state, pad, row_bytes = carray(as_i64(noise), 3), field[PAD], field[ROW_BYTES]
     seed, offset = state[SEED], state[OFFSET] + ahead
     for i in range(n):
         prefetch_row(place_address(field, rows[min(i + AHEAD, n - 1)]), row_bytes)
-        pair, shifts = offset + i * draws + 2 * field[PAIR], 2 * pad + 1
+        pair, shifts = offset + i // field[WINDOW] * draws + 2 * field[PAIR], 2 * pad + 1
         dy = int(philox_uniform_f64(seed, pair) * shifts) - pad
         dx = int(philox_uniform_f64(seed, pair + 1) * shifts) - pad
         size = row_bytes // field[ELEMENTS]
         _shifted(place_address(field, rows[i]), field, size, dy, dx, target + i * row_bytes)
 
 
-# Windows
+# Transitions
 
 
 @jit(forceinline=True)
@@ -207,8 +237,10 @@ def _to_first_end(ends, steps, envs, env, step, k):  # type: ignore[no-untyped-d
 
 
 @jit(forceinline=True)
-def _find_windows(ends, written, capacity, envs, n_steps, position, n, length, last):  # type: ignore[no-untyped-def]
-    """The steps and the last row of the window of each of ``n`` rows. ``ends`` is 0 if there are none."""
+def _find_transitions(  # type: ignore[no-untyped-def]
+    ends, written, capacity, envs, n_steps, position, n, length, last
+):  # fmt: skip
+    """The steps and the last row of the transition of each of ``n`` rows. ``ends`` is 0 if there are none."""
     steps = capacity // envs
     newest = (written // envs + steps - 1) % steps
     if ends != 0:
@@ -226,6 +258,17 @@ def _find_windows(ends, written, capacity, envs, n_steps, position, n, length, l
 
 
 @jit(forceinline=True)
+def _next_place(links, pending, capacity, envs, row):  # type: ignore[no-untyped-def]
+    """Where the observation after a row is, or that it is LOST. ``pending``: the first row of the newest step."""
+    link = load_i32(links + 4 * row)
+    if pending <= row < pending + envs:
+        return AT_END - 2 * (row - pending)
+    if link > 0:
+        return ASIDE - 2 * (link - 1)
+    return forward(row, envs, capacity) if link == 0 else LOST
+
+
+@jit(forceinline=True)
 def _find_next(links, written, capacity, envs, last, n, place):  # type: ignore[no-untyped-def]
     """Find where the observation after each row is; whether none is lost."""
     steps = capacity // envs
@@ -234,16 +277,81 @@ def _find_next(links, written, capacity, envs, last, n, place):  # type: ignore[
         prefetch_l2(links + 4 * last[i])
     lost = 0
     for i in range(n):
-        row = last[i]
-        link = load_i32(links + 4 * row)
-        if pending <= row < pending + envs:
-            place[i] = AT_END - 2 * (row - pending)
-        elif link > 0:
-            place[i] = ASIDE - 2 * (link - 1)
-        else:
-            lost += link < 0
-            place[i] = forward(row, envs, capacity)
+        place[i] = _next_place(links, pending, capacity, envs, last[i])
+        lost += place[i] == LOST
     return lost == 0
+
+
+# Windows
+
+
+@jit(forceinline=True)
+def _since_end(ends, steps, envs, env, step, k):  # type: ignore[no-untyped-def]
+    """Steps before ``step`` since the last that ends a trajectory; ``k`` if there is none among so many."""
+    seen = 0
+    while seen < k:
+        step = step - 1 if step > 0 else steps - 1
+        word = load_i64(ends + 8 * ((step >> 6) * envs + env)) << (63 - (step & 63))
+        if word != 0:
+            return min(seen + 63 - highest_bit(word), k)
+        seen += (step & 63) + 1
+        step -= step & 63
+    return k
+
+
+@jit
+def _find_slots(  # type: ignore[no-untyped-def]
+    field, ends, links, written, size, capacity, envs, rows, n, place, beyond
+):  # fmt: skip
+    """Find the places of all slots around ``n`` rows, and which of them are outside; whether none is lost.
+
+    Those of ``IS_FIRST`` are 1 where the row begins a trajectory, and else 0.
+    """
+    steps, window, first, by, kind = capacity // envs, field[WINDOW], field[FIRST], field[STEP], field[KIND]
+    newest, stored, final = (written // envs + steps - 1) % steps, size // envs, first + (window - 1) * by
+    to_behind, to_ahead = max(-min(first, final), 0), max(first, final, 0)
+    lost = 0
+    for i in range(n):
+        step, env = divided(rows[i], envs)
+        until = newest - step if step <= newest else newest - step + steps
+        behind, ahead = min(max(stored - 1 - until, 0), to_behind), min(until, to_ahead)
+        if ends != 0 and field[OUTSIDE] != CROSS:
+            behind = _since_end(ends, steps, envs, env, step, behind)
+            if ahead > 0:
+                ahead = _to_first_end(ends, steps, envs, env, step, ahead + 1) - 1
+        for w in range(window):
+            offset, at = first + w * by, i * window + w
+            row = rows[i] + min(max(offset, -behind), ahead) * envs
+            row += capacity if row < 0 else (-capacity if row >= capacity else 0)
+            own = kind == NEXT and offset < -behind
+            beyond[at] = offset < -behind - (kind == NEXT) or offset > ahead
+            if kind == NEXT and not own:
+                row = _next_place(links, newest * envs, capacity, envs, row)
+                lost += row == LOST
+            elif kind == IS_FIRST:
+                at_step, _ = divided(row, envs)
+                until = newest - at_step if at_step <= newest else newest - at_step + steps
+                if until == stored - 1:
+                    row = not _has_lost(written, size, capacity)
+                else:
+                    row = ends != 0 and _since_end(ends, steps, envs, env, at_step, 1) == 0
+            place[at] = row
+    return lost == 0
+
+
+@jit
+def _tell_slots(target, told, n):  # type: ignore[no-untyped-def]
+    flags = carray(as_u8(target), n)
+    for i in range(n):
+        flags[i] = told[i] != 0
+
+
+@jit
+def _clear_slots(target, beyond, n, n_bytes):  # type: ignore[no-untyped-def]
+    """Zeros in place of slots of ``n_bytes`` that are outside."""
+    for i in range(n):
+        if beyond[i]:
+            carray(as_u8(target + i * n_bytes), n_bytes)[:] = 0
 
 
 # Fields
@@ -275,62 +383,86 @@ def _sum_rows(target, field, rows, length, n, capacity, envs, gamma):  # type: i
 @jit(forceinline=True)
 def _rows_of(field, drawn, last, place):  # type: ignore[no-untyped-def]
     """The rows that a field reads first."""
-    if field[KIND] == NEXT:
+    if field[KIND] == NEXT and not _has_window(field):
         return place
-    return last if field[KIND] == LAST else drawn
+    return last if field[KIND] == LAST or field[KIND] == NEXT else drawn
+
+
+@jit(forceinline=True)
+def _has_window(field):  # type: ignore[no-untyped-def]
+    return field[WINDOW] != 1 or field[FIRST] != 0 or field[KIND] >= PADDED
 
 
 @kernel
 def read_batch(  # type: ignore[no-untyped-def]
     ends, links, noise, fields_address, n_fields, ring_address, rng_address, index_address, first, n, of,
-    capacity, targets_address, generation_address, envs, n_steps, gamma: float, draws, all_simple: bool,
+    capacity, targets_address, generation_address, envs, n_steps, gamma: float, draws, past, all_simple: bool,
 ):  # fmt: skip
     """As :func:`copy_batch`, of a table of fields.
 
-    Of fields that are not ``SIMPLE`` and that read single rows, targets take these as they are stored. With
-    ``all_simple`` there are none: otherwise nothing is done, and the result says so.
+    Of fields that are not ``SIMPLE`` and that read single rows, without a window, targets take these as they are
+    stored. With ``all_simple`` there are none: otherwise nothing is done, and the result says so.
     """
     ring = carray(as_i64(ring_address), 4)
-    written, at = ring[WRITTEN], generation_address + 8 * first
+    written, size, at = ring[WRITTEN], ring[SIZE], generation_address + 8 * first
+    left_out = min(past * envs, size - envs) if _has_lost(written, size, capacity) else 0
     position = carray(as_i64(at), n)
-    if not _find_positions(ring, rng_address, index_address, first, n, capacity, position):
+    if not _find_positions(ring, rng_address, index_address, first, n, capacity, left_out, position):
         return REFUSED
     fields = carray(as_i64(fields_address), (n_fields, FIELD))
     targets = carray(as_i64(targets_address), n_fields)
-    has_windows, has_next, simple = False, False, True
+    has_transitions, has_next, simple, slots, widest = False, False, True, 0, 1
     for f in range(n_fields):
         unknown = fields[f, SIMPLE] == 0 and max(fields[f, STORED], fields[f, BATCH]) >= OPAQUE
         if unknown or (fields[f, KIND] == NEXT and links == 0):
             return REFUSED
         simple &= fields[f, SIMPLE] != 0
-        has_windows |= fields[f, KIND] != DRAWN
+        has_transitions |= fields[f, KIND] != DRAWN
+        if _has_window(fields[f]):
+            widest = max(widest, fields[f, WINDOW])
+            slots = max(_TOGETHER, widest)
         has_next |= fields[f, KIND] == NEXT
     if all_simple and not simple:
         return NOT_SIMPLE
-    together = min(n, _TOGETHER)
+    together = min(n, max(_TOGETHER // widest, 1))
+    slot, beyond = np.empty(slots, np.int64), np.empty(slots, np.bool_)
     length, last = np.empty(together, np.int64), np.empty(together, np.int64)
     place = np.empty(together if has_next else 0, np.int64)
     for start in range(0, n, together):
         count = min(together, n - start)
         drawn = carray(as_i64(at + 8 * start), count)
-        if n_fields > 0 and fields[0, KIND] != STEPS:
+        if n_fields > 0 and fields[0, KIND] < STEPS:
             _prefetch_first(fields[0], drawn, count)
-        if has_windows:
-            _find_windows(ends, written, capacity, envs, n_steps, drawn, count, length, last)
+        if has_transitions:
+            _find_transitions(ends, written, capacity, envs, n_steps, drawn, count, length, last)
         if has_next and not _find_next(links, written, capacity, envs, last, count, place):
             return REFUSED
         row = first + start
         for f in range(n_fields):
             field = fields[f]
-            rows, width = _rows_of(field, drawn, last, place), field[BATCH_BYTES]
-            if f + 1 < n_fields and fields[f + 1, KIND] != STEPS:
+            rows, width, found = _rows_of(field, drawn, last, place), field[BATCH_BYTES], count
+            if f + 1 < n_fields and fields[f + 1, KIND] < STEPS:
                 _prefetch_first(fields[f + 1], _rows_of(fields[f + 1], drawn, last, place), count)
-            stored = field[COPIED] != 0 or (field[SIMPLE] == 0 and field[KIND] < SUM)
-            target = targets[f] + row * (field[ROW_BYTES] if stored else width)
+            windowed = _has_window(field)
+            if windowed and field[SIMPLE] != 0:
+                found = count * field[WINDOW]
+                if not _find_slots(
+                    field, ends, links, written, size, capacity, envs, rows, count, slot, beyond
+                ):  # fmt: skip
+                    return REFUSED
+                rows = slot
+                if field[KIND] < PADDED:
+                    _prefetch_first(field, rows, found)
+            stored = field[COPIED] != 0 or (field[SIMPLE] == 0 and field[KIND] < SUM and not windowed)
+            target = targets[f] + row * (field[ROW_BYTES] * field[WINDOW] if stored else width)
             if stored:
-                _copy_rows(target, field, rows, count, field[SPLIT] < capacity or field[KIND] == NEXT)
+                _copy_rows(target, field, rows, found, field[SPLIT] < capacity or field[KIND] == NEXT)
             elif field[SIMPLE] == 0:
                 continue
+            elif field[KIND] == PADDED:
+                _tell_slots(target, beyond, found)
+            elif field[KIND] == IS_FIRST:
+                _tell_slots(target, rows, found)
             elif field[KIND] == SUM:
                 _sum_rows(target, field, rows, length, count, capacity, envs, gamma)
             elif field[KIND] == STEPS:
@@ -338,7 +470,9 @@ def read_batch(  # type: ignore[no-untyped-def]
                 for i in range(count * field[ELEMENTS]):
                     lengths[i] = length[i // field[ELEMENTS]]
             else:
-                _shift_rows(target, field, rows, count, noise, row * draws, draws)
+                _shift_rows(target, field, rows, found, noise, row * draws, draws)
+            if windowed and field[OUTSIDE] == ZERO and field[KIND] < PADDED:
+                _clear_slots(target, beyond, found, width // field[WINDOW])
     write_generations(written, capacity, position, n)
     if n == of:
         if rng_address != 0:

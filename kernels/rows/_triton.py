@@ -20,12 +20,16 @@ A *place* says in one number which memory of a field a row is in: 0 .. capacity 
 A field whose bytes go into the batch as they are is copied in elements of up to 16 bytes, as a column is. Of any other,
 a lane computes one element at a time, in one of three arithmetics: integers, float32 or float64.
 
+To tiles, a field with W slots is one of n * W rows: row v is slot ``v % W`` of the batch's row ``v // W``.
+
 Arguments that kernels and helpers share:
 
-* ``fields_ptr``: int64 [n_keys, 32], see :class:`gpubuf.kernels.rows.Field`; ``entry_ptr``: one of them;
+* ``fields_ptr``: int64 [n_keys, 40], see :class:`gpubuf.kernels.rows.Field`; ``entry_ptr``: one of them;
 * ``memory``: (ends_ptr, links_ptr, noise_ptr, index_ptr, rng_ptr), see :class:`gpubuf.kernels.rows.Reading`; ``has``
-  says which there are, constexpr: (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE). A name would make a number of each;
-* ``before``: (noise_offset, rng_offset, size), the counters before the call;
+  says which there are, constexpr: (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE, HAS_WINDOWS). A name would make a number
+  of each;
+* ``before``: (noise_offset, rng_offset, size, oldest, stored, has_lost), the counters before the call: ``size`` rows
+  may be drawn from row ``oldest`` on, ``stored`` steps are there, and ``has_lost`` is 1 where there were more;
 * ``batch``: (n, draws), the rows of the batch and the random numbers of a row;
 * ``window``: (newest, steps, envs, n_steps): the newest step, and the ring, ``capacity = steps * envs``.
 """
@@ -52,6 +56,7 @@ from gpubuf.kernels.rows._triton_tiles import (
     load_key,
     load_tiles,
     lowest_bit,
+    nearest_bit,
     normalise,
     quotient,
     row_address,
@@ -67,12 +72,14 @@ UINT8, INT8, INT16, INT32, INT64, FLOAT16, BFLOAT16, FLOAT32, FLOAT64, BOOL = ma
 KIND, STORED, WRITTEN_AS, BATCH, ELEMENTS = map(tl.constexpr, range(rows.KIND, rows.SCALE))
 SCALE, CODEC_OFFSET, MEAN, FACTOR, LOW, HIGH = map(tl.constexpr, range(rows.SCALE, rows.PAD))
 PAD, HEIGHT, WIDTH, PAIR = map(tl.constexpr, range(rows.PAD, rows.ENTRIES))
-ENTRIES, PENDING, SIDE_STRIDE, WRITES = map(tl.constexpr, range(rows.ENTRIES, rows.COPIED))
+ENTRIES, PENDING, SIDE_STRIDE, WRITES = map(tl.constexpr, range(rows.ENTRIES, rows.WINDOW))
+WINDOW, FIRST, STEP, OUTSIDE = map(tl.constexpr, range(rows.WINDOW, rows.COPIED))
 COPIED, ALIGNED, BATCH_BYTES, WRITTEN_AS_STORED = map(tl.constexpr, range(rows.COPIED, rows.WRITTEN_AS_STORED + 1))
 FIELD = tl.constexpr(rows.FIELD)
 
-# Values of KIND.
-DRAWN, LAST, NEXT, SUM, STEPS = map(tl.constexpr, range(rows.DRAWN, rows.STEPS + 1))
+# Values of KIND, and of OUTSIDE.
+DRAWN, LAST, NEXT, SUM, STEPS, PADDED, IS_FIRST = map(tl.constexpr, range(rows.DRAWN, rows.IS_FIRST + 1))
+REPEAT, ZERO, CROSS = map(tl.constexpr, range(rows.REPEAT, rows.CROSS + 1))
 
 # More steps than any window has.
 NO_END = tl.constexpr(1 << 20)
@@ -375,12 +382,14 @@ def store_bits(address, bits, shift, unit, mask):
 def load_positions(memory, before, batch, row, capacity, has):
     """(position, whether there is one) of rows of the batch: drawn, or given."""
     _ends_ptr, _links_ptr, _noise_ptr, index_ptr, rng_ptr = memory
-    _noise_offset, rng_offset, size = before
+    _noise_offset, rng_offset, size, oldest, _stored, _has_lost = before
     n, _draws = batch
     if has[3]:
         # The seed is loaded here: hoisted out of a loop, its round keys would occupy twenty registers.
         position = draw_position(tl.load(rng_ptr + SEED), rng_offset + row, size)
         valid = position >= 0
+        if has[4]:
+            position = forward(position, oldest, capacity)
     else:
         position, valid = normalise(tl.load(index_ptr + row, mask=row < n, other=0), capacity)
     return position, valid & (row < n)
@@ -406,6 +415,19 @@ def first_end(ends_ptr, step, env, active, steps, envs, n_steps):
 
 
 @triton.jit
+def load_following(links_ptr, step, env, valid, window, has):
+    """(places of the observations after rows, which of the ``valid`` are not lost)."""
+    newest, steps, envs, _n_steps = window
+    place = tl.where(step == newest, steps * envs + env, forward(step, 1, steps) * envs + env)
+    if has[1]:
+        row = step * envs + env
+        link = tl.load(links_ptr + row, mask=valid & (step != newest), other=0).to(tl.int64)
+        place = tl.where(link > 0, steps * envs + envs + link - 1, place)
+        valid = valid & (link >= 0)
+    return place, valid
+
+
+@triton.jit
 def load_places(memory, position, valid, kind, window, has):
     """The places that a field of this kind reads for rows of a batch, int64; -1 for rows not to be read.
 
@@ -425,13 +447,8 @@ def load_places(memory, position, valid, kind, window, has):
         if has[0]:
             length = tl.minimum(length, first_end(ends_ptr, step, env, valid, steps, envs, n_steps) + 1)
         last = forward(step, length - 1, steps)
-        row = last * envs + env
-        following = tl.where(last == newest, steps * envs + env, forward(last, 1, steps) * envs + env)
-        if has[1]:
-            link = tl.load(links_ptr + row, mask=valid & (last != newest), other=0).to(tl.int64)
-            following = tl.where(link > 0, steps * envs + envs + link - 1, following)
-            valid = valid & (link >= 0)
-        place = tl.where(kind == LAST, row, place)
+        following, valid = load_following(links_ptr, last, env, valid, window, has)
+        place = tl.where(kind == LAST, last * envs + env, place)
         place = tl.where(kind == NEXT, following, place)
         place = tl.where(kind == SUM, position * 128 + length, place)
         place = tl.where(kind == STEPS, length, place)
@@ -440,10 +457,92 @@ def load_places(memory, position, valid, kind, window, has):
 
 
 @triton.jit
+def steps_to_end(ends_ptr, step, env, ahead, limit, words, steps, envs):
+    """Steps to the first end of the environment from ``step`` on, or ``ahead`` is false and before it, not counting it.
+
+    Of ``words`` words those are looked at that have the next ``limit`` steps.
+    """
+    at = tl.where(ahead, step, forward(step, steps - 1, steps))
+    seen = at * 0
+    found = seen + NO_END
+    for _ in range(0, words):
+        word = tl.load(ends_ptr + (at >> 6) * envs + env, mask=(found == NO_END) & (seen < limit), other=0)
+        bit = at & 63
+        word = tl.where(ahead, word >> bit, word << (63 - bit))
+        nearest = nearest_bit(word, ahead)
+        found = tl.where(word != 0, seen + tl.where(ahead, nearest, 63 - nearest), found)
+        passed = tl.where(ahead, tl.minimum(64 - bit, steps - at), bit + 1)
+        seen += passed
+        at = forward(at, tl.where(ahead, passed, steps - passed), steps)
+    return found
+
+
+@triton.jit
+def _load_window(entry_ptr, memory, before, row, slot, kind, window, has):
+    """As :func:`load_slots`, around rows ``row``, -1 for those not to be read."""
+    ends_ptr, links_ptr, _noise_ptr, _index_ptr, _rng_ptr = memory
+    _noise_offset, _rng_offset, _size, _oldest, stored, has_lost = before
+    newest, steps, envs, _n_steps = window
+    first = tl.load(entry_ptr + FIRST)
+    by = tl.load(entry_ptr + STEP)
+    outside = tl.load(entry_ptr + OUTSIDE)
+    valid = row >= 0
+    step, env = divided(tl.where(valid, row, 0), envs, steps * envs)
+    offset = first + slot * by
+    ahead = offset >= 0
+    far = tl.abs(offset)
+    until = newest - step
+    until = tl.where(until < 0, until + steps, until)
+    room = tl.where(ahead, until, tl.maximum(stored - 1 - until, 0))
+    if has[0]:
+        reach = tl.maximum(tl.abs(first), tl.abs(first + (tl.load(entry_ptr + WINDOW) - 1) * by))
+        # The first word may have one step, and so may the last word of a ring.
+        words = tl.where(outside == CROSS, 0, ((reach + 61) >> 6) + 2)
+        limit = tl.where(valid, tl.minimum(far, room), 0)
+        room = tl.minimum(room, steps_to_end(ends_ptr, step, env, ahead, limit, words, steps, envs))
+    own = ((far > room) & (offset < 0)) & (kind == NEXT)
+    beyond = far > room + own.to(tl.int64)
+    room = tl.minimum(far, room)
+    step = forward(step, tl.where(ahead, room, steps - room), steps)
+    place = step * envs + env
+    if kind == NEXT:
+        following, found = load_following(links_ptr, step, env, valid & (own == 0), window, has)
+        place = tl.where(own, place, following)
+        valid = valid & (own | found)
+    elif kind == PADDED:
+        place = beyond.to(tl.int64)
+    elif kind == IS_FIRST:
+        before_it = forward(step, steps - 1, steps)
+        place *= 0
+        if has[0]:
+            word = tl.load(ends_ptr + (before_it >> 6) * envs + env, mask=valid, other=0)
+            place = (word >> (before_it & 63)) & 1
+        # The oldest row is the one after the newest, ``stored - 1`` steps before it.
+        place = tl.where(forward(step, stored - 1, steps) == newest, 1 - has_lost, place)
+    place = tl.where((beyond & (outside == ZERO)) & (kind <= NEXT), -1, place)
+    return tl.where(valid, place, -1)
+
+
+@triton.jit
+def load_slots(entry_ptr, memory, before, position, valid, slot, kind, window, has):
+    """The places of slots of a field around rows of the batch, int64; -1 for zeros and for rows not to be read.
+
+    Those of PADDED and IS_FIRST are 1 or 0: what they say.
+    """
+    has_window = ((tl.load(entry_ptr + WINDOW) > 1) | (tl.load(entry_ptr + FIRST) != 0)) | (kind >= PADDED)
+    # A window is around a row, also that of next observations.
+    around = tl.where(kind >= PADDED, DRAWN, tl.where(has_window & (kind == NEXT), LAST, kind))
+    place = load_places(memory, position, valid, around, window, has)
+    if has_window:
+        place = _load_window(entry_ptr, memory, before, place, slot, kind, window, has)
+    return place
+
+
+@triton.jit
 def load_moves(memory, before, batch, row, pad, pair, has):
     """How far rows of a batch are shifted down (low 16 bits) and right, both plus ``pad``; int32."""
     _ends_ptr, _links_ptr, noise_ptr, _index_ptr, _rng_ptr = memory
-    noise_offset, _rng_offset, _size = before
+    noise_offset, _rng_offset, _size, _oldest, _stored, _has_lost = before
     _n, draws = batch
     move = (row * 0).to(tl.int32)
     if has[2] and pad > 0:
@@ -474,7 +573,7 @@ def place_address(entry_ptr, place, capacity, envs, kind):
 
 
 @triton.jit
-def load_batch_tiles(fields_ptr, n_keys, n, KEYS: tl.constexpr, TILE: tl.constexpr):
+def load_batch_tiles(fields_ptr, n_keys, n, has, KEYS: tl.constexpr, TILE: tl.constexpr):
     """(tiles, bytes, lanes): what a batch is of every field, int64 [KEYS]. Computed fields have an element a lane."""
     lanes = tl.arange(0, KEYS)
     entry_ptr = fields_ptr + lanes * FIELD
@@ -482,7 +581,10 @@ def load_batch_tiles(fields_ptr, n_keys, n, KEYS: tl.constexpr, TILE: tl.constex
     copied = tl.load(entry_ptr + COPIED, mask=some, other=0) != 0
     batch_bytes = tl.load(entry_ptr + BATCH_BYTES, mask=some, other=0)
     words = batch_bytes >> unit_shift(tl.load(entry_ptr + ALIGNED, mask=some, other=0))
-    elements = tl.where(copied, words, tl.load(entry_ptr + ELEMENTS, mask=some, other=0)) * n
+    elements = tl.load(entry_ptr + ELEMENTS, mask=some, other=0)
+    if has[4]:
+        elements *= tl.load(entry_ptr + WINDOW, mask=some, other=0)
+    elements = tl.where(copied, words, elements) * n
     return (elements + (TILE - 1)) // TILE, batch_bytes * n, lanes
 
 
@@ -534,7 +636,7 @@ def _compute_floats(entry_ptr, place, column, mask, codes, gamma, window, FLOAT:
     _newest, steps, envs, _n_steps = window
     if kind == SUM:
         number = _load_sum(entry_ptr, place, column, mask, stored, gamma, window, FLOAT)
-    elif kind == STEPS:
+    elif kind >= STEPS:
         number = place.to(FLOAT)
     else:
         shift = item_shift(stored)
@@ -590,11 +692,17 @@ def _compute_tile(entry_ptr, place, move, column, mask, target, gamma, window):
 
 
 @triton.jit
-def _look_up(memory, before, batch, row, kind, pad, pair, window, has):
-    """(place, move) of rows of the batch, int64 and int32."""
+def _look_up(entry_ptr, memory, before, batch, row, kind, pad, pair, slots, window, has):
+    """(place, move) of rows of the batch, or of the ``slots`` of each of them, int64 and int32."""
     _newest, steps, envs, _n_steps = window
+    if has[4]:
+        n, _draws = batch
+        row, slot = divided(row, slots, n * slots)
     position, valid = load_positions(memory, before, batch, row, steps * envs, has)
-    place = load_places(memory, position, valid, kind, window, has)
+    if has[4]:
+        place = load_slots(entry_ptr, memory, before, position, valid, slot, kind, window, has)
+    else:
+        place = load_places(memory, position, valid, kind, window, has)
     return place, load_moves(memory, before, batch, row, pad, pair, has)
 
 
@@ -606,7 +714,7 @@ def make_tiles(
     """The tiles ``begin``, ``begin + programs``, ... of a batch."""
     n, _draws = batch
     _newest, steps, envs, _n_steps = window
-    tiles, sizes, lanes = load_batch_tiles(fields_ptr, n_keys, n, KEYS, TILE)
+    tiles, sizes, lanes = load_batch_tiles(fields_ptr, n_keys, n, has, KEYS, TILE)
     # A batch in a GPU's memory has fewer tiles than an int32 counts.
     for tile in range(begin.to(tl.int32), tl.sum(tiles, 0).to(tl.int32), programs):
         key, number, offset = find_tile(tiles, sizes, lanes, tile, ALIGNMENT)
@@ -616,6 +724,10 @@ def make_tiles(
         pair = tl.load(entry_ptr + PAIR)
         copied = tl.load(entry_ptr + COPIED) != 0
         batch_bytes = tl.load(entry_ptr + BATCH_BYTES)
+        slots = 1
+        if has[4]:
+            slots = tl.load(entry_ptr + WINDOW)
+            batch_bytes = quotient(batch_bytes, slots)
         shift = unit_shift(tl.load(entry_ptr + ALIGNED))
         words = tl.where(copied, batch_bytes >> shift, tl.load(entry_ptr + ELEMENTS))
         first_row = quotient(number * TILE, words)
@@ -624,12 +736,14 @@ def make_tiles(
         # Where rows have many elements each is looked up once, for the threads that share it.
         if words >= 8:
             some = first_row + tl.arange(0, TILE // 4)
-            place, move = _look_up(memory, before, batch, some, kind, pad, pair, window, has)
+            place, move = _look_up(entry_ptr, memory, before, batch, some, kind, pad, pair, slots, window, has)
             place = tl.gather(place, row, 0)
             move = tl.gather(move, row, 0)
         else:
-            place, move = _look_up(memory, before, batch, first_row + row, kind, pad, pair, window, has)
-        mask = row < n - first_row
+            place, move = _look_up(
+                entry_ptr, memory, before, batch, first_row + row, kind, pad, pair, slots, window, has
+            )
+        mask = row < n * slots - first_row
         target = arena_ptr.to(tl.int64) + offset + (first_row + row) * batch_bytes
         if copied:
             byte = column.to(tl.int64) << shift
@@ -738,7 +852,7 @@ def rows_sample_kernel(
 
 @jit_for_any_size("index_ptr", "generation_ptr")
 def rows_compute_kernel(
-    fields_ptr,  # int64 [n_keys, 32], see gpubuf.kernels.rows.Field
+    fields_ptr,  # int64 [n_keys, 40], see gpubuf.kernels.rows.Field
     ring_ptr,  # int64 [4]: (written, size, ticket, faults)
     ends_ptr,  # int64 [cdiv(steps, 64) * envs], HAS_ENDS
     links_ptr,  # int32 [capacity], HAS_LINKS
@@ -754,11 +868,13 @@ def rows_compute_kernel(
     n_steps,
     gamma_bits,
     draws,
+    past,
     row_programs,
     HAS_ENDS: tl.constexpr,
     HAS_LINKS: tl.constexpr,
     HAS_NOISE: tl.constexpr,
     SAMPLE: tl.constexpr,
+    HAS_WINDOWS: tl.constexpr,
     KEYS: tl.constexpr,
     TILE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -767,7 +883,8 @@ def rows_compute_kernel(
 
     With SAMPLE index[b] = min(floor(uniform(seed, offset + b) * size), size - 1): every program draws for itself the
     rows that it makes, for the generator is counter-based. gamma_bits are those of a float64. A row out of range, or
-    whose next observation is lost, reads as zeros and counts as a fault.
+    whose next observation is lost, reads as zeros and counts as a fault. Without HAS_WINDOWS no field has a window, and
+    ``past`` is 0.
 
     Grid: (row_programs + any number of tile programs,), where row_programs = cdiv(n, TILE).
     """
@@ -778,8 +895,20 @@ def rows_compute_kernel(
     steps = steps.to(tl.int64)
     written = tl.load(ring_ptr + WRITTEN)
     size = n
-    if SAMPLE:
+    if SAMPLE or HAS_WINDOWS:
         size = tl.load(ring_ptr + SIZE)
+    oldest = n * 0
+    stored = oldest
+    has_lost = oldest
+    if HAS_WINDOWS:
+        stored = quotient(size, envs)
+        # See has_lost() of gpubuf.kernels.rows.
+        laps = (written - size) % (2 * steps * envs)
+        has_lost = ((written > size) & ((size == steps * envs) | (laps != 0))).to(tl.int64)
+        left_out = tl.maximum(tl.minimum(past.to(tl.int64) * envs, size - envs), 0) * has_lost
+        oldest = written - size + left_out
+        oldest = tl.where(left_out > 0, oldest - quotient(oldest, steps * envs) * (steps * envs), 0)
+        size -= left_out
     noise_offset = n * 0
     if HAS_NOISE:
         noise_offset = tl.load(noise_ptr + OFFSET)
@@ -789,19 +918,21 @@ def rows_compute_kernel(
         rng_offset = tl.load(rng_ptr + OFFSET)
         ticket = take_ticket(rng_ptr + TICKET)
     memory = (ends_ptr, links_ptr, noise_ptr, index_ptr, rng_ptr)
-    before = (noise_offset, rng_offset, size)
+    before = (noise_offset, rng_offset, size, oldest, stored, has_lost)
     batch = (n, draws)
     window = (newest_step(written, steps, envs), steps, envs, n_steps.to(tl.int64))
     if program < row_programs:
         row = program * TILE + tl.arange(0, TILE)
         # A name for these would make numbers of them.
         position, valid = load_positions(
-            memory, before, batch, row, steps * envs, (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE)
+            memory, before, batch, row, steps * envs, (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE, HAS_WINDOWS)
         )
         if SAMPLE:
             tl.store(index_ptr + row, position, mask=row < n)
         if HAS_LINKS:
-            places = load_places(memory, position, valid, STEPS, window, (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE))
+            places = load_places(
+                memory, position, valid, STEPS, window, (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE, HAS_WINDOWS)
+            )
             valid = places >= 0
         generation = generation_of(position, valid, written, steps * envs)
         tl.store(generation_ptr + row, generation, mask=row < n)
@@ -818,7 +949,7 @@ def rows_compute_kernel(
             program - row_programs,
             tl.num_programs(0) - row_programs,
             n_keys,
-            (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE),
+            (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE, HAS_WINDOWS),
             KEYS,
             TILE,
             ALIGNMENT,

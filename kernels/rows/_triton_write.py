@@ -182,7 +182,7 @@ def put_elements(key, elements, ring_ptr, row, column, target, chosen, counted, 
     do_not_specialize_on_alignment=["index_ptr"],
 )
 def rows_extend_kernel(
-    table_ptr,  # int64 [n_keys, 5 or 32], see table_entry and Field of gpubuf.kernels.rows
+    table_ptr,  # int64 [n_keys, 5 or 40], see table_entry and Field of gpubuf.kernels.rows
     source_addresses,  # tuple of at least n_keys integers: 2 * address + 3; address 0: no source
     source_strides,  # as many integers: 2 * (bytes from row to row) + 3
     n_keys,
@@ -247,7 +247,7 @@ def rows_extend_kernel(
     do_not_specialize_on_alignment=["index_ptr", "winner_ptr"],
 )
 def rows_write_kernel(
-    table_ptr,  # int64 [n_keys, 5 or 32], see table_entry and Field of gpubuf.kernels.rows
+    table_ptr,  # int64 [n_keys, 5 or 40], see table_entry and Field of gpubuf.kernels.rows
     source_addresses,  # tuple of at least n_keys integers: 2 * address + 3; address 0: no source
     source_strides,  # as many integers: 2 * (bytes from row to row) + 3
     n_keys,
@@ -327,7 +327,7 @@ def load_candidates(written, size, index_ptr, winner_ptr, i, n, skipped, capacit
     do_not_specialize_on_alignment=["index_ptr", "winner_ptr", "differs_ptr"],
 )
 def rows_compare_kernel(
-    fields_ptr,  # int64 [n_keys, 32], see gpubuf.kernels.rows.Field
+    fields_ptr,  # int64 [n_keys, 40], see gpubuf.kernels.rows.Field
     source_addresses,  # tuple of at least n_keys integers: 2 * address + 3; address 0: no source
     source_strides,  # as many integers: 2 * (bytes from row to row) + 3
     n_keys,
@@ -497,7 +497,7 @@ def rows_assign_kernel(
     do_not_specialize_on_alignment=["index_ptr", "winner_ptr"],
 )
 def rows_aside_kernel(
-    fields_ptr,  # int64 [n_keys, 32], see gpubuf.kernels.rows.Field
+    fields_ptr,  # int64 [n_keys, 40], see gpubuf.kernels.rows.Field
     source_addresses,  # tuple of at least n_keys integers: 2 * address + 3; address 0: no source
     source_strides,  # as many integers: 2 * (bytes from row to row) + 3
     n_keys,

@@ -75,10 +75,13 @@ from gpubuf.kernels.sum_tree import eligible_words as eligible_words
 
 
 class Rule(NamedTuple):
-    """The slices that may be drawn, and their probabilities. Operations take it as five arguments.
+    """The slices that may be drawn, and their probabilities. Operations take it as six arguments.
 
     A trajectory of length ``n >= min_len`` gives slices of ``m = min(slice_len, n)`` steps from the virtual offsets
     ``-min(before, m - 1) .. n - m + min(after, m - 1)``. Steps outside the trajectory are cut off.
+
+    Where the ring has lost rows (:func:`gpubuf.kernels.rows.has_lost`), the trajectory of the oldest step may have lost
+    its head.
 
     Attributes:
         slice_len: steps of a slice, at least 1.
@@ -87,6 +90,7 @@ class Rule(NamedTuple):
         after: steps by which it may go on after it.
         by_transition: a trajectory weighs as much as it has offsets, so that all offsets are equally likely. Otherwise
             every eligible trajectory weighs 1.
+        past: such a trajectory counts as one that begins ``past`` steps later, and has so many steps less.
     """
 
     slice_len: int
@@ -94,6 +98,7 @@ class Rule(NamedTuple):
     before: int = 0
     after: int = 0
     by_transition: bool = False
+    past: int = 0
 
     def offsets(self, length: int) -> int:
         """Number of offsets of a trajectory; 0 where it is not eligible."""
@@ -130,7 +135,8 @@ def new_index(steps: int, envs: int, fan_out: int, device: torch.device | str) -
 
 update = define(
     "trajectories_update(Tensor(a!) ends, Tensor(b!)? sums, Tensor(c!) ring, Tensor signals, bool by_id, int n,"
-    " int steps, int envs, int fan_out, int slice_len, int min_len, int before, int after, bool by_transition) -> ()",
+    " int steps, int envs, int fan_out, int slice_len, int min_len, int before, int after, bool by_transition,"
+    " int past) -> ()",
     __name__,
     fake=lambda *_: None,
 )
@@ -146,7 +152,7 @@ sync.
 
 resum = define(
     "trajectories_resum(Tensor ends, Tensor(a!) sums, Tensor ring, int steps, int envs, int fan_out, int slice_len,"
-    " int min_len, int before, int after, bool by_transition) -> ()",
+    " int min_len, int before, int after, bool by_transition, int past) -> ()",
     __name__,
     fake=lambda *_: None,
 )
@@ -167,7 +173,8 @@ def new_slices(like: Tensor, n: int, slice_len: int) -> Slices:
 
 draw = define(
     "trajectories_draw(Tensor ends, Tensor sums, Tensor ring, Tensor(a!) rng, Tensor? rank, int n, int steps, int envs,"
-    " int fan_out, int slice_len, int min_len, int before, int after, bool by_transition) -> (Tensor, Tensor, Tensor)",
+    " int fan_out, int slice_len, int min_len, int before, int after, bool by_transition, int past)"
+    " -> (Tensor, Tensor, Tensor)",
     __name__,
     fake=lambda ends, sums, ring, rng, rank, n, steps, envs, fan_out, slice_len, *_: new_slices(ends, n, slice_len),
 )
@@ -221,28 +228,42 @@ Raises:
 """
 
 
-def touched_rows(n: int, need: int, steps: int, envs: int) -> int:
+class Demand(NamedTuple):
+    """What :data:`update_eligible` asks of rows: see there."""
+
+    need: int = 1
+    starts_too: bool = False
+    before: int = 0
+    past: int = 0
+
+
+def oldest_touched(before: int, past: int, steps: int) -> int:
+    """Number of the oldest steps that :data:`update_eligible` looks at."""
+    return min(max(before, past) + 1, steps)
+
+
+def touched_rows(n: int, need: int, steps: int, envs: int, before: int = 0, past: int = 0) -> int:
     """Number of rows that :data:`update_eligible` returns."""
-    return min(n + need, steps) * envs
+    return min(n + need - 1 + oldest_touched(before, past, steps), steps) * envs
 
 
 update_eligible = define(
     "trajectories_update_eligible(Tensor(a!) eligible, Tensor ends, Tensor ring, int n, int need, bool starts_too,"
-    " int steps, int envs) -> Tensor",
+    " int steps, int envs, int before=0, int past=0) -> Tensor",
     __name__,
-    fake=lambda eligible, ends, ring, n, need, starts_too, steps, envs: eligible.new_empty(
-        touched_rows(n, need, steps, envs)
-    ),
+    fake=lambda eligible, ends, ring, n, need, starts_too, *shape: eligible.new_empty(touched_rows(n, need, *shape)),
 )
-"""``update_eligible(eligible, ends, ring, n, need, starts_too, steps, envs) -> rows``: the rows that may start a slice.
+"""``update_eligible(eligible, ends, ring, n, need, starts_too, steps, envs, before, past) -> rows``: what may be drawn.
 
-Call it after :data:`update` for the newest ``n`` steps. A stored row is eligible if ``need`` or more steps remain in
-its trajectory, itself included, or, with ``starts_too``, if it is the first of its trajectory. Bit ``r % 64`` of
-``eligible[r // 64]`` (int64 ``[eligible_words(T * E)]``) says so for row r. A write can change the ``n`` steps that it
-wrote, the ``need - 1`` before them, whose trajectory has grown, and the one after them: the oldest, which may now be
-the first of its trajectory. Only the bits of these steps are recomputed.
+Call it after :data:`update` for the newest ``n`` steps. A trajectory counts from its step ``before`` on, counted from
+0; that of the oldest step, where the ring has lost rows, from its step ``past`` on, if that is later. A stored row is
+eligible if it counts, and if ``need`` or more steps remain in its trajectory, itself included, or, with ``starts_too``,
+if it is the first that counts. Bit ``r % 64`` of ``eligible[r // 64]`` (int64 ``[eligible_words(T * E)]``) says so for
+row r. A write can change the ``n`` steps that it wrote, the ``need - 1``
+before them, whose trajectory has grown, and the oldest ``max(before, past) + 1`` steps, which come after them: their
+trajectory may have lost its head. Only the bits of these steps are recomputed.
 
 Returns:
-    int64 ``[touched_rows(n, need, T, E)]``: the rows of these steps, contiguous in the ring, for the refresh of a tree.
-    With ``n >= steps`` all rows are recomputed. No host sync.
+    int64 ``[touched_rows(n, need, T, E, before, past)]``: the rows of these steps, contiguous in the ring, for the
+    refresh of a tree. With ``n >= steps`` all rows are recomputed. No host sync.
 """

@@ -68,12 +68,12 @@ def check_index(
     _check_rule(*rule)
 
 
-def _check_rule(slice_len: int, min_len: int, before: int, after: int, by_transition: int) -> None:
+def _check_rule(slice_len: int, min_len: int, before: int, after: int, by_transition: int, past: int) -> None:
     """Raise ValueError unless the numbers make a :class:`gpubuf.kernels.trajectories.Rule`."""
-    if slice_len < 1 or min_len < 1 or before < 0 or after < 0:
+    if slice_len < 1 or min_len < 1 or before < 0 or after < 0 or past < 0:
         raise ValueError(
-            "a rule needs slice_len and min_len of at least 1, before and after of at least 0, not "
-            f"slice_len={slice_len}, min_len={min_len}, before={before}, after={after}"
+            "a rule needs slice_len and min_len of at least 1, before, after and past of at least 0, not "
+            f"slice_len={slice_len}, min_len={min_len}, before={before}, after={after}, past={past}"
         )
 
 
@@ -105,10 +105,12 @@ def check_slice_len(slice_len: int) -> None:
         raise ValueError(f"slice_len must be at least 1, but is {slice_len}")
 
 
-def check_eligible(eligible: Tensor, n: int, need: int, steps: int, envs: int) -> None:
-    """Raise TypeError or ValueError unless ``eligible`` is a bitmap over the ring, and ``n`` and ``need`` can be."""
+def check_eligible(eligible: Tensor, n: int, need: int, steps: int, envs: int, before: int, past: int) -> None:
+    """Raise TypeError or ValueError unless ``eligible`` is a bitmap over the ring, and the numbers can be."""
     if n < 0 or need < 1:
         raise ValueError(f"n must be at least 0 and need at least 1, not n={n} and need={need}")
+    if before < 0 or past < 0:
+        raise ValueError(f"before and past must be at least 0, not before={before} and past={past}")
     demand_dense("eligible", eligible, torch.int64, eligible_words(steps * envs))
 
 

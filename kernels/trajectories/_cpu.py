@@ -10,9 +10,17 @@ from torch import Tensor
 
 from gpubuf.kernels._registry import length_of
 from gpubuf.kernels.philox._cpu import uniform
-from gpubuf.kernels.rows import ENTRY, SIZE, WRITTEN
+from gpubuf.kernels.rows import ENTRY, SIZE, WRITTEN, has_lost
 from gpubuf.kernels.rows._cpu import fields_of, load
-from gpubuf.kernels.trajectories import Rule, Slices, bit_levels, level_sizes, new_slices, touched_rows
+from gpubuf.kernels.trajectories import (
+    Rule,
+    Slices,
+    bit_levels,
+    level_sizes,
+    new_slices,
+    oldest_touched,
+    touched_rows,
+)
 from gpubuf.kernels.trajectories._check import (
     check_draw,
     check_eligible,
@@ -50,6 +58,7 @@ class _Ring:
         self.filled = min(int(ring[SIZE]) // envs, steps)
         self.cursor = int(ring[WRITTEN]) // envs % steps
         self.oldest = self.cursor if self.filled == steps else 0
+        self.has_lost = has_lost(int(ring[WRITTEN]), int(ring[SIZE]), steps * envs)
         self._ends = ends.view(-1)
         self.step = (torch.arange(self.filled, device="cpu") + self.oldest) % steps
         self.flags = self.all_flags()[self.step]
@@ -83,6 +92,10 @@ class _Ring:
         after[1:] = torch.where(self.flags, ages, 0)[:-1]
         return after.cummax(0).values if self.filled else after
 
+    def counts_from(self, first: Tensor, past: int) -> Tensor:
+        """The ages of trajectories' first steps, but ``past`` for the oldest if its head may be lost."""
+        return first.where(first > 0, past) if self.has_lost else first
+
     def ages_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """(age, environment) of stored rows; IndexError if one is not."""
         wrong = (rows < 0) | (rows >= self.filled * self.envs)
@@ -104,8 +117,8 @@ class _Ring:
 
 
 def _rule(numbers: Sequence[int]) -> Rule:
-    slice_len, min_len, before, after, by_transition = numbers
-    return Rule(slice_len, min_len, before, after, bool(by_transition))
+    slice_len, min_len, before, after, by_transition, past = numbers
+    return Rule(slice_len, min_len, before, after, bool(by_transition), past)
 
 
 def _offsets(length: Tensor, rule: Rule) -> Tensor:
@@ -124,7 +137,7 @@ def _trajectories(ring: _Ring, rule: Rule) -> tuple[Tensor, Tensor, Tensor, Tens
     word = step // 64 * ring.envs + env
     order = (word * 64 + step % 64).argsort()
     age, env, word = age[order], env[order], word[order]
-    first = ring.first[age, env]
+    first = ring.counts_from(ring.first, rule.past)[age, env]
     length = age - first + 1
     offsets = _offsets(length, rule)
     return word, offsets if rule.by_transition else offsets.clamp(max=1), first, length
@@ -204,7 +217,7 @@ def draw(ends: Tensor, sums: Tensor, ring: Tensor, rng: Tensor, rank: Tensor | N
     word, weight, first, length = _trajectories(view, rule)
     total = int(weight.sum())
     if not total:
-        raise too_short(int(length.max()) if len(length) else 0, rule.min_len)
+        raise too_short(max(int(length.max()), 0) if len(length) else 0, rule.min_len)
     if rank is not None and ((rank < 0) | (rank >= total)).any():
         raise rank_out_of_range(rank, int(((rank < 0) | (rank >= total)).nonzero()[0]), total)
     u, v = uniform(rng, 2 * n).view(n, 2).unbind(1)
@@ -245,16 +258,18 @@ def bounds(ends: Tensor, ring: Tensor, row: Tensor, steps: int, envs: int) -> Te
 
 
 def update_eligible(
-    eligible: Tensor, ends: Tensor, ring: Tensor, n: int, need: int, starts_too: bool, steps: int, envs: int
-) -> Tensor:
+    eligible: Tensor, ends: Tensor, ring: Tensor, n: int, need: int, starts_too: bool, steps: int, envs: int,
+    before: int = 0, past: int = 0,
+) -> Tensor:  # fmt: skip
     """See :data:`gpubuf.kernels.trajectories.update_eligible`."""
     check_ends(ends, ring, steps, envs)
-    check_eligible(eligible, n, need, steps, envs)
-    view, count = _Ring(ends, ring, steps, envs), touched_rows(n, need, steps, envs) // envs
+    check_eligible(eligible, n, need, steps, envs, before, past)
+    view, count = _Ring(ends, ring, steps, envs), touched_rows(n, need, steps, envs, before, past) // envs
     ages = torch.arange(view.filled, device="cpu")[:, None]
     can_start = torch.zeros(steps, envs, dtype=torch.bool, device="cpu")
-    can_start[view.step] = (view.last - ages + 1 >= need) | ((view.first == ages) & starts_too)
-    touched = (torch.arange(count, device="cpu") + view.cursor + 1 - count) % steps
+    first = torch.maximum(view.first + before, view.counts_from(view.first, past))
+    can_start[view.step] = (ages >= first) & ((view.last - ages + 1 >= need) | ((first == ages) & starts_too))
+    touched = (torch.arange(count, device="cpu") + view.cursor + oldest_touched(before, past, steps) - count) % steps
     flags = _unpacked(eligible.view(-1, 1), steps * envs).view(steps, envs)
     flags[touched] = can_start[touched]
     eligible.view(-1).copy_(_packed(flags.reshape(-1, 1)).view(-1))

@@ -16,7 +16,15 @@ from gpubuf.kernels import config
 from gpubuf.kernels._launching import all_registers, cdiv, launch
 from gpubuf.kernels._registry import check_devices, device_name, length_of
 from gpubuf.kernels.config import IndexConfig, SliceConfig
-from gpubuf.kernels.trajectories import Slices, bit_levels, eligible_words, level_sizes, new_slices, touched_rows
+from gpubuf.kernels.trajectories import (
+    Slices,
+    bit_levels,
+    eligible_words,
+    level_sizes,
+    new_slices,
+    oldest_touched,
+    touched_rows,
+)
 from gpubuf.kernels.trajectories import _triton as readers
 from gpubuf.kernels.trajectories import _triton_update as writers
 from gpubuf.kernels.trajectories._check import (
@@ -111,7 +119,7 @@ def update(ends: Tensor, sums: Tensor | None, ring: Tensor, signals: Tensor, by_
     chosen = config.index_update(fan_out, n, words, envs, by_id, device_name(ends.device))
     how = {"BY_ID": by_id, "SPAN": config.index_span(n, by_id)}
     if chosen.block_envs:
-        sizes = (n_signals, n, words, shape.depth, steps, envs, *rule[:4])
+        sizes = (n_signals, n, words, shape.depth, steps, envs, *rule[:4], rule[5])
         programs = cdiv(envs, chosen.block_envs)
         how |= {"LEVELS": len(shape.slots), "HAS_SUMS": sums is not None, "BY_TRANSITION": rule[4]}
         how |= {"TOGETHER": programs > 1, "SHIFT": shape.shift}
@@ -142,7 +150,7 @@ def _launch_weights(
     """Recompute the weights of the newest ``n`` steps, in ``words`` words, and the sums above them."""
     how = {"LEVELS": len(shape.slots), "BY_TRANSITION": rule[4], "SHIFT": shape.shift}
     how.update(BLOCK_WEIGHTS=chosen.block_weights, num_warps=chosen.num_warps)
-    sizes = (n, words, shape.depth, shape.steps, shape.envs, *rule[:4])
+    sizes = (n, words, shape.depth, shape.steps, shape.envs, *rule[:4], rule[5])
     programs = cdiv((words + (n < shape.steps)) * shape.envs, chosen.block_weights)
     launch(writers.trajectories_weights_kernel, programs, ends, sums, ring, *sizes, **how)
     if n == shape.steps:
@@ -165,14 +173,14 @@ def draw(ends: Tensor, sums: Tensor, ring: Tensor, rng: Tensor, rank: Tensor | N
     check_index(ends, sums, ring, *index)
     check_draw(rng, rank, n)
     check_devices(ends, sums, ring, rng, rank)
-    steps, envs, fan_out, *rule, by_transition = index
+    steps, envs, fan_out, *rule, by_transition, past = index
     outputs = new_slices(ends, n, rule[0])
     if n == 0:
         return outputs
     shape = shape_of(steps, envs, fan_out)
     chosen = config.index_draw(fan_out, n, rule[0], device_name(ends.device))
     tensors = (ends, sums, ring, rng, ring if rank is None else rank, *outputs)
-    sizes = (n, shape.words, shape.root, shape.depth, steps, envs, *rule)
+    sizes = (n, shape.words, shape.root, shape.depth, steps, envs, *rule, past)
     how = {"LEVELS": len(shape.slots), "HAS_RANK": rank is not None, "BY_TRANSITION": by_transition}
     how |= {"SHIFT": shape.shift, **_blocks(chosen)}
     launch(readers.trajectories_draw_kernel, cdiv(n, chosen.block_slices), *tensors, *sizes, **how)
@@ -219,17 +227,20 @@ ELIGIBLE_WORDS = 2
 
 
 def update_eligible(
-    eligible: Tensor, ends: Tensor, ring: Tensor, n: int, need: int, starts_too: bool, steps: int, envs: int
-) -> Tensor:
+    eligible: Tensor, ends: Tensor, ring: Tensor, n: int, need: int, starts_too: bool, steps: int, envs: int,
+    before: int = 0, past: int = 0,
+) -> Tensor:  # fmt: skip
     """See :data:`gpubuf.kernels.trajectories.update_eligible`."""
     check_ends(ends, ring, steps, envs)
-    check_eligible(eligible, n, need, steps, envs)
+    check_eligible(eligible, n, need, steps, envs, before, past)
     check_devices(eligible, ends, ring)
-    n_rows = touched_rows(n, need, steps, envs)
+    n_rows, edge = touched_rows(n, need, steps, envs, before, past), oldest_touched(before, past, steps)
     rows = torch.empty(n_rows, dtype=torch.int64, device=eligible.device)
     # Partial at both ends, and before the seam.
     run = min((n_rows - 1) // 64 + 3, eligible_words(steps * envs))
-    sizes, programs = (n_rows, n_rows // envs, need, run, steps, envs), cdiv(run, ELIGIBLE_WORDS)
-    how = {"LEVELS": len(bit_levels(steps, envs)), "STARTS_TOO": starts_too, "BLOCK_WORDS": ELIGIBLE_WORDS}
+    sizes = (n_rows, n_rows // envs, edge, need, before, past, run, steps, envs)
+    programs = cdiv(run, ELIGIBLE_WORDS)
+    how = {"LEVELS": len(bit_levels(steps, envs)), "STARTS_TOO": starts_too, "LOOKS_BACK": before + past > 0}
+    how["BLOCK_WORDS"] = ELIGIBLE_WORDS
     launch(writers.trajectories_update_eligible_kernel, programs, eligible, ends, ring, rows, *sizes, **how)
     return rows

@@ -13,7 +13,7 @@ from torch import Tensor
 from gpubuf.kernels._jit import named
 from gpubuf.kernels._registry import length_of
 from gpubuf.kernels.rows import ENTRY
-from gpubuf.kernels.trajectories import Slices, _cpu, new_slices, touched_rows
+from gpubuf.kernels.trajectories import Slices, _cpu, new_slices, oldest_touched, touched_rows
 from gpubuf.kernels.trajectories._check import (
     check_draw,
     check_eligible,
@@ -101,14 +101,14 @@ def bounds(ends: Tensor, ring: Tensor, row: Tensor, steps: int, envs: int) -> Te
 
 
 def update_eligible(
-    eligible: Tensor, ends: Tensor, ring: Tensor, n: int, need: int, starts_too: bool, steps: int, envs: int
-) -> Tensor:
+    eligible: Tensor, ends: Tensor, ring: Tensor, n: int, need: int, starts_too: bool, steps: int, envs: int,
+    before: int = 0, past: int = 0,
+) -> Tensor:  # fmt: skip
     """See :data:`gpubuf.kernels.trajectories.update_eligible`."""
     check_ends(ends, ring, steps, envs)
-    check_eligible(eligible, n, need, steps, envs)
-    count = touched_rows(n, need, steps, envs)
-    rows = ring.new_empty(count)
-    _update_eligible_steps(
-        *_addresses((eligible, ends, ring)), count // envs, need, starts_too, steps, envs, rows.data_ptr()
-    )
+    check_eligible(eligible, n, need, steps, envs, before, past)
+    count = touched_rows(n, need, steps, envs, before, past)
+    rows, edge = ring.new_empty(count), oldest_touched(before, past, steps)
+    sizes = (count // envs, edge, need, starts_too, before, past, steps, envs)
+    _update_eligible_steps(*_addresses((eligible, ends, ring)), *sizes, rows.data_ptr())
     return rows

@@ -22,6 +22,7 @@ from gpubuf.kernels.trajectories._numba_search import (
     last_age,
     load_word,
     offsets_of,
+    past_of,
     prefetch_neighbours,
     prefetch_word,
     ring_view,
@@ -50,7 +51,7 @@ def _lay_out(index, last, at, slice_len, row, length, steps, envs):  # type: ign
 @kernel
 def draw_slices(  # type: ignore[no-untyped-def]
     ends, sums, ring, rng_address, rank_address, n, steps, envs, fan_out, slice_len, min_len, before, after,
-    by_transition: bool, index_address, length_address, last_address,
+    by_transition: bool, past, index_address, length_address, last_address,
 ):  # fmt: skip
     """``rank_address`` is 0 where there are no ranks."""
     rng = carray(as_i64(rng_address), 3)
@@ -64,6 +65,8 @@ def draw_slices(  # type: ignore[no-untyped-def]
     if total <= 0 or (rank_address != 0 and not all_within(rank, n, 0, total)):
         return False
     oldest, filled, _ = ring_view(ring, steps, envs)
+    # What begins with the oldest step counts from a later one on.
+    uncounted = past_of(ring, past, steps * envs) - 1
     seed, offset = rng[SEED], rng[OFFSET]
     together = min(n, _TOGETHER)
     left = np.empty(together, np.int64)
@@ -90,6 +93,7 @@ def draw_slices(  # type: ignore[no-untyped-def]
             step = 64 * slot + lowest_bit(bits)
             age = age_of(step, oldest, steps)
             before_age = age_of_end_before(ends, steps, envs, env, step, oldest)
+            before_age = before_age if before_age >= 0 else uncounted
             unit = left[i]
             weight = weight_of(age - before_age, slice_len, min_len, before, after, by_transition)
             while unit >= weight:
@@ -98,7 +102,7 @@ def draw_slices(  # type: ignore[no-untyped-def]
                 before_age = age
                 age = age_of(64 * slot + lowest_bit(bits), oldest, steps)
                 # The seam between newest and oldest lies between the two.
-                before_age = before_age if before_age < age else -1
+                before_age = before_age if before_age < age else uncounted
                 weight = weight_of(age - before_age, slice_len, min_len, before, after, by_transition)
 
             steps_in = age - before_age

@@ -52,6 +52,17 @@ def ring_view(ring, steps, envs):  # type: ignore[no-untyped-def]
 
 
 @jit(forceinline=True)
+def past_of(ring, past, capacity):  # type: ignore[no-untyped-def]
+    """``past`` where the ring has lost rows, else 0: the age from which the trajectory of the oldest step counts.
+
+    See :func:`gpubuf.kernels.rows.has_lost`.
+    """
+    counters = carray(as_i64(ring), 4)
+    size, ahead = counters[SIZE], counters[WRITTEN] - counters[SIZE]
+    return past if ahead > 0 and (size == capacity or ahead % (2 * capacity) != 0) else 0
+
+
+@jit(forceinline=True)
 def age_of(step, oldest, steps):  # type: ignore[no-untyped-def]
     return step - oldest if step >= oldest else step - oldest + steps
 

@@ -14,6 +14,7 @@ from gpubuf.kernels.trajectories._numba_search import (
     age_of_end_before,
     last_age,
     load_word,
+    past_of,
     ring_view,
     step_of,
     weight_of,
@@ -161,7 +162,7 @@ def clear_all(ends, steps, envs):  # type: ignore[no-untyped-def]
 @jit(forceinline=True)
 def word_weight(ends, steps, envs, env, slot, bits, before_age, oldest, rule):  # type: ignore[no-untyped-def]
     """(weight of a word, age of its last end). ``before_age``: of the end before the word's first one, or unknown."""
-    slice_len, min_len, before, after, by_transition = rule
+    slice_len, min_len, before, after, by_transition, past = rule
     weight = 0
     while bits != 0:
         step = 64 * slot + lowest_bit(bits)
@@ -169,9 +170,9 @@ def word_weight(ends, steps, envs, env, slot, bits, before_age, oldest, rule):  
         age = age_of(step, oldest, steps)
         if before_age == _UNKNOWN:
             before_age = age_of_end_before(ends, steps, envs, env, step, oldest)
-        # The seam between newest and oldest lies between the two.
-        if before_age >= age:
-            before_age = -1
+        # No end, or the seam between newest and oldest, lies between the two: it counts from age ``past`` on.
+        if before_age < 0 or before_age >= age:
+            before_age = past - 1
         weight += weight_of(age - before_age, slice_len, min_len, before, after, by_transition)
         before_age = age
     return weight, before_age
@@ -305,11 +306,12 @@ def _read_ages(ends, signals, n_keys, by_id, steps, envs, first, last):  # type:
 @kernel
 def rebuild_index(  # type: ignore[no-untyped-def]
     ends, sums, ring, signals, n_keys, by_id: bool, n, steps, envs, fan_out,
-    slice_len, min_len, before, after, by_transition: bool,
+    slice_len, min_len, before, after, by_transition: bool, past,
 ):  # fmt: skip
     """:data:`gpubuf.kernels.trajectories.update` over all steps."""
     oldest, filled, _ = ring_view(ring, steps, envs)
-    rule, shift = (slice_len, min_len, before, after, by_transition), lowest_bit(fan_out)
+    past = past_of(ring, past, steps * envs)
+    rule, shift = (slice_len, min_len, before, after, by_transition, past), lowest_bit(fan_out)
     clear_all(ends, steps, envs)
     if filled > 0:
         newest = step_of(filled - 1, oldest, steps)
@@ -330,11 +332,12 @@ def _read_newest(ends, signals, n_keys, by_id, n, steps, envs, oldest, filled): 
 @kernel
 def update_index(  # type: ignore[no-untyped-def]
     ends, sums, ring, signals, n_keys, by_id: bool, n, steps, envs, fan_out,
-    slice_len, min_len, before, after, by_transition: bool,
+    slice_len, min_len, before, after, by_transition: bool, past,
 ):  # fmt: skip
     """:data:`gpubuf.kernels.trajectories.update` over fewer steps than the ring has."""
     oldest, filled, _ = ring_view(ring, steps, envs)
-    rule, shift = (slice_len, min_len, before, after, by_transition), lowest_bit(fan_out)
+    past = past_of(ring, past, steps * envs)
+    rule, shift = (slice_len, min_len, before, after, by_transition, past), lowest_bit(fan_out)
     n = min(n, filled)
     if n == 0:
         return
@@ -360,7 +363,7 @@ def update_index(  # type: ignore[no-untyped-def]
             age = last_age(ends, steps, envs, env, oldest, oldest, filled)
             slot = step_of(age, oldest, steps) >> 6
             length = age + 1
-            may_change = length + n >= min_len and (by_transition or length < min_len)
+            may_change = length + n >= min_len and (by_transition or length - past < min_len)
             if may_change and not (a <= slot <= b or slot <= c):
                 n_touched = weigh_word(ends, steps, envs, env, slot, oldest, filled, rule, weights, n_touched)
     sum_above(sums, ((steps + 63) >> 6) * envs, shift, touched, n_touched)
@@ -379,11 +382,11 @@ def update_ends_alone(ends, ring, signals, n_keys, by_id: bool, n, steps, envs):
 
 @kernel
 def weigh_again(  # type: ignore[no-untyped-def]
-    ends, sums, ring, steps, envs, fan_out, slice_len, min_len, before, after, by_transition: bool
+    ends, sums, ring, steps, envs, fan_out, slice_len, min_len, before, after, by_transition: bool, past
 ):
     """:data:`gpubuf.kernels.trajectories.resum`."""
     oldest, filled, _ = ring_view(ring, steps, envs)
-    rule = (slice_len, min_len, before, after, by_transition)
+    rule = (slice_len, min_len, before, after, by_transition, past_of(ring, past, steps * envs))
     weigh_all(ends, sums, steps, envs, oldest, filled, rule, lowest_bit(fan_out))
 
 
@@ -394,31 +397,40 @@ def _is_end(ends, envs, env, step):  # type: ignore[no-untyped-def]
 
 @kernel
 def update_eligible_steps(  # type: ignore[no-untyped-def]
-    eligible_address, ends, ring, count, need, starts_too: bool, steps, envs, rows_address
+    eligible_address, ends, ring, count, edge, need, starts_too: bool, before, past, steps, envs, rows_address
 ):
-    """Recompute the eligibility of the ``count`` steps up to the cursor's, and list their rows."""
+    """Recompute the eligibility of ``count`` steps, the last ``edge`` of them the oldest, and list their rows."""
     oldest, filled, cursor = ring_view(ring, steps, envs)
+    past = past_of(ring, past, steps * envs)
     rows = carray(as_i64(rows_address), count * envs)
     eligible = carray(as_i64(eligible_address), (steps * envs + 63) >> 6)
     # Age of the last step of the trajectory that goes on after the step in hand.
     last = np.full(envs, filled - 1, np.int64)
-    # From the newest step down; the cursor's own step, the oldest of a full ring, comes last.
-    for i in range(count - 2, -2, -1):
-        at = i if i >= 0 else count - 1
-        step = cursor + 1 - count + at
+    # From the newest step down; the oldest ones, which lie behind it, come last.
+    for i in range(count):
+        at = count - edge - 1 - i
+        at = at if at >= 0 else at + count
+        step = cursor + edge - count + at
         step = step if step >= 0 else step + steps
+        step = step if step < steps else step - steps
         age = age_of(step, oldest, steps)
-        before = step - 1 if step > 0 else steps - 1
+        step_before = step - 1 if step > 0 else steps - 1
         for env in range(envs):
             row = step * envs + env
             rows[at * envs + env] = row
             is_eligible = 0
             if age < filled:
-                if i < 0 and count < steps:
+                if i == count - edge and count < steps:
                     last[env] = last_age(ends, steps, envs, env, step, oldest, filled)
                 elif _is_end(ends, envs, env, step):
                     last[env] = age
-                is_first = age == 0 or _is_end(ends, envs, env, before) == 1
-                is_eligible = 1 if last[env] - age + 1 >= need or (starts_too and is_first) else 0
+                is_eligible = 1 if last[env] - age + 1 >= need else 0
+                if before > 0 or past > 0:
+                    first = age_of_end_before(ends, steps, envs, env, step, oldest) + 1
+                    first = first + before if first > 0 else max(before, past)
+                    is_first = age == first and starts_too
+                    is_eligible = 1 if is_first else (is_eligible if age >= first else 0)
+                elif starts_too and (age == 0 or _is_end(ends, envs, env, step_before) == 1):
+                    is_eligible = 1
             word = eligible[row >> 6] & ~(1 << (row & 63))
             eligible[row >> 6] = word | (is_eligible << (row & 63))

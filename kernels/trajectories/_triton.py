@@ -106,6 +106,17 @@ def load_ring(ring_ptr, steps, envs):
 
 
 @triton.jit
+def load_past(ring_ptr, past, capacity):
+    """``past`` where the ring has lost rows, else 0: the age from which the trajectory of the oldest step counts.
+
+    See :func:`gpubuf.kernels.rows.has_lost`.
+    """
+    size = tl.load(ring_ptr + SIZE)
+    ahead = tl.load(ring_ptr + WRITTEN) - size
+    return tl.where((ahead > 0) & ((size == capacity) | (ahead % (2 * capacity) != 0)), past, 0)
+
+
+@triton.jit
 def load_word(ends_ptr, slot, env, active, filled, oldest, steps, envs):
     """A word of end flags, the virtual end included; 0 where it is not ``active``."""
     word = tl.load(ends_ptr + slot * envs + env, mask=active, other=0)
@@ -182,14 +193,14 @@ def first_age(ends_ptr, step, env, age, active, oldest, steps, envs, LEVELS: tl.
 
 
 @triton.jit
-def next_in_word(rest, slot, first, oldest, steps):
+def next_in_word(rest, slot, first, past, oldest, steps):
     """The lowest end of ``rest``: (age, length of its trajectory, what else is in ``rest``).
 
-    ``first`` is the age after that of the end before it.
+    ``first`` is the age after that of the end before it. What begins with the oldest step counts from age ``past`` on.
     """
     age = age_of((slot << 6) + lowest_bit(rest), oldest, steps)
     # The oldest step lies between the two ends where the one before it is the newer one.
-    return age, tl.where(first <= age, age - first, age) + 1, rest & (rest - 1)
+    return age, age - tl.where((first > 0) & (first <= age), first, past) + 1, rest & (rest - 1)
 
 
 @triton.jit
@@ -250,6 +261,7 @@ def trajectories_draw_kernel(
     min_len,
     before,
     after,
+    past,
     LEVELS: tl.constexpr,
     HAS_RANK: tl.constexpr,
     BY_TRANSITION: tl.constexpr,
@@ -268,6 +280,7 @@ def trajectories_draw_kernel(
     slice_len = slice_len.to(tl.int64)
     n = n.to(tl.int64)
     _, filled, oldest = load_ring(ring_ptr, steps, envs)
+    past = load_past(ring_ptr, past, steps * envs)
     i = tl.program_id(0).to(tl.int64) * BLOCK_SLICES + tl.arange(0, BLOCK_SLICES)
     seed = tl.load(rng_ptr + SEED)
     offset = tl.load(rng_ptr + OFFSET)
@@ -304,7 +317,7 @@ def trajectories_draw_kernel(
     # Every turn takes one end from each word. The number of turns is reduced once, before the loop: a reduction that is
     # the loop's condition puts barriers inside it, which compilers for AMD make irreducible.
     for _ in range(tl.max(count_bits(rest), 0)):
-        age, long, others = next_in_word(rest, slot, first, oldest, steps)
+        age, long, others = next_in_word(rest, slot, first, past, oldest, steps)
         weight = weight_of(long, slice_len, min_len, before, after, BY_TRANSITION)
         here = (rest != 0) & (unit < weight)
         begin = tl.where(here, age - long + 1, begin)

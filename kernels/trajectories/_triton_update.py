@@ -30,7 +30,9 @@ from gpubuf.kernels.trajectories._triton import (
     age_of,
     bit,
     count_bits,
+    first_age,
     last_age,
+    load_past,
     load_ring,
     load_word,
     locate,
@@ -240,7 +242,7 @@ def stage_bits_above(ends_ptr, below, first, positions, padded, lane, envs):
 
 @triton.jit
 def stage_weights(
-    memory, ring, n, lane, run_words, shape, rule, TOGETHER: tl.constexpr, BY_TRANSITION: tl.constexpr,
+    memory, ring, n, lane, run_words, shape, rule, past, TOGETHER: tl.constexpr, BY_TRANSITION: tl.constexpr,
     LEVELS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Weights of the words of the run, those of the trajectories that end in them, and the sums above them.
@@ -274,7 +276,7 @@ def stage_weights(
     weight = rest * 0
     # As in the draw: one reduction, before the loop.
     for _ in range(tl.max(count_bits(rest), 0)):
-        age, length, others = next_in_word(rest, slot, first, oldest, steps)
+        age, length, others = next_in_word(rest, slot, first, past, oldest, steps)
         own = weight_of(length, *rule, BY_TRANSITION)
         weight += tl.where(rest != 0, own, 0)
         first = age + 1
@@ -338,6 +340,7 @@ def trajectories_update_envs_kernel(
     min_len,
     before,
     after,
+    past,
     BY_ID: tl.constexpr,
     SPAN: tl.constexpr,
     LEVELS: tl.constexpr,
@@ -381,11 +384,11 @@ def trajectories_update_envs_kernel(
     if HAS_SUMS:
         block = tl.arange(0, BLOCK_WEIGHTS)
         memory, shape = (ends_ptr, sums_ptr), (steps, envs, depth)
-        rule = (slice_len, min_len, before, after)
+        rule, past = (slice_len, min_len, before, after), load_past(ring_ptr, past, steps * envs)
         run = run_words + (n < steps).to(tl.int64)
         for start in range(0, run.to(tl.int32) * BLOCK_ENVS, BLOCK_WEIGHTS):
             lane = lane_of(start + block, run, envs, BLOCK_ENVS)
-            stage_weights(memory, ring, n, lane, run_words, shape, rule, TOGETHER, BY_TRANSITION, LEVELS, SHIFT)
+            stage_weights(memory, ring, n, lane, run_words, shape, rule, past, TOGETHER, BY_TRANSITION, LEVELS, SHIFT)
 
 
 @jit_for_any_size()
@@ -439,6 +442,7 @@ def trajectories_weights_kernel(
     min_len,
     before,
     after,
+    past,
     LEVELS: tl.constexpr,
     BY_TRANSITION: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -457,8 +461,8 @@ def trajectories_weights_kernel(
     j = i // envs
     lane = (j, i - j * envs, j < run_words + (n < steps).to(tl.int64))
     memory, shape = (ends_ptr, sums_ptr), (steps, envs, depth)
-    rule = (slice_len.to(tl.int64), min_len, before, after)
-    stage_weights(memory, ring, n, lane, run_words, shape, rule, True, BY_TRANSITION, LEVELS, SHIFT)
+    rule, past = (slice_len.to(tl.int64), min_len, before, after), load_past(ring_ptr, past, steps * envs)
+    stage_weights(memory, ring, n, lane, run_words, shape, rule, past, True, BY_TRANSITION, LEVELS, SHIFT)
 
 
 @jit_for_any_size()
@@ -510,12 +514,16 @@ def trajectories_update_eligible_kernel(
     rows_ptr,  # int64 [n_rows]
     n_rows,
     touched,  # steps, n_rows / E
+    edge,  # of them the oldest ones
     need,
+    before,
+    past,
     run,  # words of ``eligible`` that hold these rows, a bound
     steps,
     envs,
     LEVELS: tl.constexpr,
     STARTS_TOO: tl.constexpr,
+    LOOKS_BACK: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
 ):
     """Whole words of ``eligible``: a row's bit follows from the index alone. Lanes also write which rows they are for.
@@ -527,8 +535,8 @@ def trajectories_update_eligible_kernel(
     n_rows = n_rows.to(tl.int64)
     cursor, filled, oldest = load_ring(ring_ptr, steps, envs)
     capacity = steps * envs
-    # The run ends with the step after the newest.
-    begin = wrapped(cursor + 1 - touched, steps) * envs
+    # The run ends with the oldest steps, which come after the newest.
+    begin = wrapped(cursor + edge - touched, steps) * envs
     words = (capacity + 63) >> 6
 
     lane = tl.arange(0, BLOCK_WORDS * 64).to(tl.int64)
@@ -541,7 +549,13 @@ def trajectories_update_eligible_kernel(
     step, env, age, stored = locate(row, number < run, filled, oldest, steps, envs)
     last = last_age(ends_ptr, step, env, age, stored, filled, oldest, steps, envs, LEVELS)
     eligible = last - age + 1 >= need
-    if STARTS_TOO:
+    if LOOKS_BACK:
+        first = first_age(ends_ptr, step, env, age, stored, oldest, steps, envs, LEVELS)
+        first = tl.maximum(first + before, tl.where(first > 0, 0, load_past(ring_ptr, past, steps * envs)))
+        if STARTS_TOO:
+            eligible = eligible | (age == first)
+        eligible = eligible & (age >= first)
+    elif STARTS_TOO:
         step_before = wrapped(step - 1, steps)
         searched = stored & (age > 0)
         flags = tl.load(ends_ptr + (step_before >> 6) * envs + env, mask=searched, other=-1)

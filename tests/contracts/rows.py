@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels import philox, rows
-from gpubuf.kernels.rows import DRAWN, LAST, NEXT, STEPS, SUM, Field, dtype_code
+from gpubuf.kernels.rows import DRAWN, LAST, NEXT, REPEAT, STEPS, SUM, Field, dtype_code
 from tests.kernels.reference.rows import ABSENT, Key, Ring
 from tests.support.interpreter import triton_on_cpu_enabled
 
@@ -38,6 +38,10 @@ class Spec:
     width: int = 0
     pair: int = 0
     writes: bool = True
+    window: int = 1
+    first: int = 0
+    step: int = 1
+    outside: int = REPEAT
 
 
 #: Rows of every dtype, and of 1, 3, 7, 8, 24, 30 and 68 bytes.
@@ -179,7 +183,7 @@ class Store:
         self.memory: list[dict[str, Tensor]] = []
         for f, spec in enumerate(self.specs):
             whole = random_elements((capacity, spec.elements), spec.stored, seed + f)
-            owns = spec.of is None and spec.kind != STEPS
+            owns = spec.of is None and spec.kind < STEPS
             self.columns.append(Columns(whole, layout, device) if owns else None)
             self.memory.append(self._memory(spec, slots or 0, seed + 100 + f))
         self.ring = rows.new_ring(self.device)
@@ -190,6 +194,7 @@ class Store:
             self.links, self.owners = rows.new_links(capacity, slots, "cpu")
         self.ends: set[int] = set()
         self.noise: Tensor | None = None
+        self.past = 0
         self.attach()
 
     def _memory(self, spec: Spec, slots: int, seed: int) -> dict[str, Tensor]:
@@ -290,20 +295,20 @@ class Store:
     @property
     def widths(self) -> list[int]:
         """Bytes of a row of each field of a batch."""
-        return [spec.elements * self.dtypes(f)[2].itemsize for f, spec in enumerate(self.specs)]
+        return [spec.window * spec.elements * self.dtypes(f)[2].itemsize for f, spec in enumerate(self.specs)]
 
     def arena_bytes(self, n: int) -> int:
         return rows.arena_offsets(self.widths, n)[1]
 
     def cut(self, arena: Tensor, n: int) -> list[Tensor]:
-        """The fields of a batch, ``[n, elements]``."""
+        """The fields of a batch, ``[n, window * elements]``."""
         offsets, size = rows.arena_offsets(self.widths, n)
         assert (arena.dtype, arena.shape, arena.device.type) == (torch.uint8, (size,), self.device)
         found = []
         for f, (spec, offset) in enumerate(zip(self.specs, offsets, strict=True)):
-            dtype = self.dtypes(f)[2]
-            piece = arena[offset : offset + n * spec.elements * dtype.itemsize]
-            found.append(piece.view(dtype).view(n, spec.elements) if piece.numel() else piece.new_empty(n, 0).to(dtype))
+            dtype, elements = self.dtypes(f)[2], spec.window * spec.elements
+            piece = arena[offset : offset + n * elements * dtype.itemsize]
+            found.append(piece.view(dtype).view(n, elements) if piece.numel() else piece.new_empty(n, 0).to(dtype))
         return found
 
     def gather(self, index: Tensor, n_steps: int = 1, gamma: float = 0.9) -> tuple[list[Tensor], Tensor]:
@@ -317,7 +322,8 @@ class Store:
             return ()
         draws = 0 if self.noise is None else self.draws
         ends = self.end_bits if self.ends else None
-        return ends, self.links, self.noise, self.envs, n_steps, gamma, draws
+        windows = any(field.has_window for field in self.keys_of)
+        return ends, self.links, self.noise, self.envs, n_steps, gamma, draws, 0.0, self.past, windows
 
     def sample(self, rng: Tensor, n: int, n_steps: int = 1, gamma: float = 0.9) -> tuple[list[Tensor], Tensor, Tensor]:
         reading = self.reading(n_steps, gamma)

@@ -27,17 +27,18 @@ from gpubuf.data import (
     ReplayBuffer,
     Sampler,
     SamplerWithoutReplacement,
-    Sequence,
     SliceSampler,
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
+    Window,
 )
+from gpubuf.data.storage.plan import Recipe
 from tests.contracts import pairwise
+from tests.support.drawable_rows import drawable, not_the_oldest
 from tests.support.slice_model import Row, SliceModel, split
 
 STEPS, SLICE, UNITS, ALPHA, BETA, RATIO = 15, 3, 6, 0.7, 0.5, 0.75
-BURN_IN, LENGTH, BOOTSTRAP, DILATION = 1, 2, 1, 2
-WINDOW = BURN_IN + LENGTH + BOOTSTRAP
+OFFSETS = range(-1, 2)
 
 Unit = tuple[int, ...]
 """The numbers of the rows that are drawn together: of one, of a slice, of a window, of a row and its goal."""
@@ -51,8 +52,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "slices by transition": ("strict", "short", "padded", "span"),
     "slices without replacement": ("strict", "short"),
     "prioritized slices": ("strict", "short", "span", "stacked", "number"),
-    "sequences": ("pad", "stop", "include_reset"),
-    "prioritized sequences": ("pad", "stop"),
+    "windows": ("repeat", "cross", "skip"),
+    "prioritized windows": ("repeat", "skip"),
     "hindsight": ("future", "final", "episode"),
     "prioritized hindsight": ("future",),
 }
@@ -115,7 +116,12 @@ class SamplerContract:
 
     @property
     def windows(self) -> bool:
-        return self.kind.endswith("sequences")
+        return self.kind.endswith("windows")
+
+    @property
+    def around(self) -> dict[str, Window]:
+        first, last, step = OFFSETS[0], OFFSETS[-1], OFFSETS.step
+        return {"around": Window(first, last, step=step, outside=self.form, mask="around_is_pad")}
 
     @property
     def prioritized(self) -> bool:
@@ -164,16 +170,14 @@ class SamplerContract:
                 return PrioritizedSampler(
                     **priorities, max_priority_within_buffer=within, stratified=self.form == "stratified"
                 )
-            case "uniform" | "sequences" | "hindsight":
+            case "uniform" | "windows" | "hindsight":
                 return RandomSampler()
         raise ValueError(f"nobody has said how to make the sampler of {self.kind!r}")
 
     def new(self, *, seed: int = 3, device: str = "cpu", steps: int = STEPS, **options: Any) -> TensorDictReplayBuffer:
         """An empty buffer."""
         if self.windows:
-            options["sample_unit"] = Sequence(
-                LENGTH, self.form, burn_in=BURN_IN, bootstrap=BOOTSTRAP, dilation=DILATION
-            )
+            options["windows"] = self.around
         if "hindsight" in self.kind:
             ends = {"end_keys": [ENDS[self.ends]["end_key"]]} if self.ends == "done" else ENDS[self.ends]
             options["relabel"] = Hindsight(
@@ -213,7 +217,7 @@ class SamplerContract:
             return split(flat if real is None else flat[real.reshape(-1)])
         numbers = batch["number"].reshape(-1)
         if self.windows:
-            return [tuple(window) for window in numbers.view(-1, WINDOW).tolist()]
+            return [tuple(window) for window in batch["around"].view(-1, len(OFFSETS)).tolist()]
         if "hindsight" in self.kind:
             return list(zip(numbers.tolist(), batch["goal"].reshape(-1).tolist(), strict=True))
         return [(number,) for number in numbers.tolist()]
@@ -226,9 +230,6 @@ class Model(SliceModel):
         contract: of the buffer that the rows are written to.
         seed: of all choices.
     """
-
-    #: Whether the rows lie in a storage with room for more.
-    has_room = False
 
     def __init__(self, contract: SamplerContract, seed: int = 0, steps: int = STEPS) -> None:
         super().__init__(steps, contract.envs, by_id="identifiers" in contract.ends)
@@ -254,6 +255,8 @@ class Model(SliceModel):
         batch["goal"], batch["next", "number"] = torch.full_like(batch["number"], -1), batch["number"].clone()
         batch["next", "reward"] = torch.full(batch.shape, 9.0)
         batch["next", "truncated"] = flag & ~even
+        if self.contract.windows:
+            batch["around"] = batch["number"].clone()
         if self.contract.form == "processed":
             # Images, and pairs of numbers.
             number = batch["number"].float()
@@ -318,6 +321,11 @@ class Model(SliceModel):
         """The rows that a sampler may choose, and the weight of each."""
         contract = self.contract
         found = self.can_start if contract.kind == "prioritized slices" else {row.number: 0 for row in self.stored}
+        if contract.windows:
+            recipe = Recipe(windows=contract.around)
+            by_trajectory = contract.prioritized or recipe.whole
+            rows = drawable(self, recipe) if by_trajectory else not_the_oldest(self, recipe.past)
+            found = {row.number: row.position for row in rows}
         return {number: q for number in found if (q := self.q(number)) > 0}
 
     def due(self) -> dict[Unit, float]:
@@ -332,8 +340,7 @@ class Model(SliceModel):
         total = sum(anchors.values())
         around = {row.number: t for t in self.trajectories() for row in t}
         for anchor, q in anchors.items():
-            number = self.with_its_past(anchor) if contract.windows else anchor
-            for unit, share in self.units_of(number, [row.number for row in around[number]]).items():
+            for unit, share in self.units_of(anchor, [row.number for row in around[anchor]]).items():
                 shares[unit] = shares.get(unit, 0.0) + share * q / total
         return shares
 
@@ -350,20 +357,12 @@ class Model(SliceModel):
             return {(number, -1): 1 - RATIO, **{(number, goal): RATIO / len(goals) for goal in goals}}
         return {(number,): 1.0}
 
-    def with_its_past(self, number: int) -> int:
-        """An anchor, or in a full ring the first row of its environment that has so many rows before it."""
-        (steps,) = ([row.number for row in rows] for rows in self.rows if any(row.number == number for row in rows))
-        full = len(steps) == self.steps and not self.has_room
-        return steps[max(steps.index(number), BURN_IN * DILATION if full else 0)]
-
     def window(self, around: list[int], number: int) -> Unit:
-        """The rows around an anchor, in its trajectory or, over its ends, in its environment."""
-        if self.contract.form == "include_reset":
+        """The rows around a drawn one, in its trajectory or, over its ends, in its environment."""
+        if self.contract.form == "cross":
             (around,) = ([r.number for r in rows] for rows in self.rows if any(r.number == number for r in rows))
         at, last = around.index(number), len(around) - 1
-        if self.contract.form == "stop":
-            at -= min(max(DILATION * (LENGTH + BOOTSTRAP - 1) - (last - at), 0), at)
-        return tuple(around[min(max(at + (step - BURN_IN) * DILATION, 0), last)] for step in range(WINDOW))
+        return tuple(around[min(max(at + offset, 0), last)] for offset in OFFSETS)
 
     def weight(self, number: int) -> float:
         """The importance weight of a row that was chosen."""
@@ -391,8 +390,7 @@ class Model(SliceModel):
         assert all(torch.equal(info[key], batch[key]) for key in info)
         if "priority_weight" in info:
             chosen = [unit[0] for unit in units for _ in (unit if contract.slices else unit[:1])]
-            if contract.windows:
-                chosen = [row.number for row in self.rows_at(info["anchor_index"])]
+            chosen = numbers if contract.windows else chosen
             weights = {number: self.weight(number) for number in set(chosen)}
             due = torch.tensor([weights[number] for number in chosen])
             torch.testing.assert_close(info["priority_weight"].reshape(-1), due, rtol=1e-5, atol=0)
@@ -442,14 +440,9 @@ class Model(SliceModel):
         return TensorDict({"is_init": init, "next": told}, [len(numbers)])
 
     def check_windows(self, flat: TensorDict) -> None:
-        """The masks say which rows are repeated, and which are learned from."""
-        n = len(flat) // WINDOW
-        assert flat["sequence_id"].tolist() == [window for window in range(n) for _ in range(WINDOW)]
-        assert flat["step_in_sequence"].tolist() == [*range(WINDOW)] * n
-        assert flat["learning_mask"].tolist() == [BURN_IN <= step < BURN_IN + LENGTH for step in range(WINDOW)] * n
-        numbers, real = flat["number"].view(n, WINDOW), flat["validity_mask"].view(n, WINDOW)
-        following = real[:, 1:] & real[:, :-1]
-        assert torch.equal(numbers.diff(dim=1) == DILATION * self.envs, following)
+        """The mask says which rows are repeated."""
+        lags = flat["around"] - flat["number"].unsqueeze(-1)
+        assert torch.equal(lags != torch.tensor(OFFSETS) * self.envs, flat["around_is_pad"])
 
 
 SAMPLERS = pairwise(
@@ -523,20 +516,21 @@ _REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         *(("ratio must be in", lambda ratio=ratio: goals(ratio=ratio)) for ratio in (-0.1, 1.5, math.nan)),
         ("n_steps=3", lambda: buffer(relabel=goals(), n_steps=3)),
         ("'desired_goal' is relabelled", lambda: buffer(relabel=goals(), process=[Normalize("desired_goal")])),
-        ("length must be .* at least 1", lambda: Sequence(0)),
-        ("burn_in must be .* at least 0", lambda: Sequence(1, burn_in=-1)),
-        ("dilation must be .* at least 1", lambda: Sequence(1, dilation=0)),
-        ("bootstrap must be .* at least 0", lambda: Sequence(1, bootstrap=-1)),
-        ("episode_boundary must be one of", lambda: Sequence(2, "wrap")),
-        ("SliceSampler", lambda: buffer(sampler=slices(), sample_unit=Sequence(2))),
-        ("n_steps=3", lambda: buffer(sample_unit=Sequence(2), n_steps=3)),
+        ("no offsets .* from 1 to 0", lambda: Window(1, 0)),
+        ("no offsets .* from 0 to 3 by 2", lambda: Window(0, 3, step=2)),
+        ("no offsets .* by 0", lambda: Window(0, 3, step=0)),
+        ("reaches at most 4096", lambda: Window(-4097, 0)),
+        ("outside must be one of", lambda: Window(0, 1, outside="wrap")),
+        ("windows", lambda: buffer(relabel=goals(), windows=Window(0, 1))),
     ],
     TypeError: [
         ("either num_slices or slice_len", lambda: SliceSampler()),
         ("either num_slices or slice_len", lambda: slices(num_slices=2)),
         ("has no without-replacement variant", lambda: prioritized(replacement=False)),
         ("has no without-replacement variant", lambda: prioritized_slices(replacement=False)),
-        ("SampleUnit", lambda: buffer(sample_unit=3)),
+        ("windows are one Window or a dict", lambda: buffer(windows=3)),
+        ("windows are one Window or a dict", lambda: buffer(windows={"action": 3})),
+        ("first of a Window must be a whole number", lambda: Window(0.0, 1)),
     ],
     RuntimeError: [
         ("exclude each other", lambda: slices(end_key="done", end_keys=["done"])),

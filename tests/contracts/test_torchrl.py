@@ -23,8 +23,6 @@ BETTER = {
     "refused/a negative eps": "it is refused",
     "span 3 1": "TorchRL draws fewer slices that a trajectory's end cuts than span allows",
     "tensorclasses TensorDictReplayBuffer": "TorchRL refuses classes without a field for the index",
-    "*sequences/full*": "a window whose past was overwritten begins where it is whole, not with a row repeated",
-    "*sequences/*wrapped*": "the same",
     "transform inserted": "functions can be inserted, not only TorchRL's transforms",
 }
 DIFFERENT = {
@@ -54,7 +52,7 @@ def test_as_torchrl_did(name: str):
 
 @pytest.mark.parametrize(
     "name",
-    ["edits", "max_value", "few two_dimensions", pytest.param("few sequences", marks=pytest.mark.slow)],
+    ["edits", "max_value", "few two_dimensions"],
 )
 def test_as_torchrl_did_through_the_launchers(name: str, interpreter: None):
     test_as_torchrl_did(f"long {name}")

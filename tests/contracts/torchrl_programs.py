@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.contracts import torchrl_losses
 from tests.support.n_step_model import Model
-from tests.support.torchrl_buffers import edits, max_value, sequences, two_dimensions
+from tests.support.torchrl_buffers import edits, max_value, two_dimensions
 
 Point = namedtuple("Point", ["x", "y"])
 PROGRAMS: dict[str, Callable[[Any], Any]] = {}
@@ -478,8 +478,6 @@ def refused(lib: Any) -> Any:
 STORIES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "edits": edits.story,
     "max_value": max_value.story,
-    "sequences": functools.partial(sequences.story, every=1),
-    "few sequences": sequences.story,
     "two_dimensions": functools.partial(two_dimensions.story, every=1),
     "few two_dimensions": two_dimensions.story,
 }
@@ -920,7 +918,7 @@ KEPT = [
     "generations RoundRobinWriter True",
     "transforms",
     "refused",
-    *(f"long {name}" for name in STORIES if name not in ("sequences", "two_dimensions")),
+    *(f"long {name}" for name in STORIES if name != "two_dimensions"),
     "rows_that_are_set",
     "priorities TensorDictReplayBuffer 1",
     "largest_priority True",

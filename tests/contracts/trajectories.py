@@ -36,7 +36,7 @@ class Model:
     def empty(self) -> None:
         """Forget all steps; the next one is written at position 0."""
         self.ring.clear()
-        self.written = -(-self.written // self.steps) * self.steps
+        self.written = -(-self.written // (2 * self.steps)) * 2 * self.steps
 
     @property
     def size(self) -> int:
@@ -51,6 +51,12 @@ class Model:
     def trajectories(self) -> list[list[int]]:
         """The rows of every trajectory."""
         return reference.trajectories(list(self.ring), self.steps, self.envs, self.written, self.by_id)
+
+    def counted(self, past: int, before: int = 0) -> list[list[int]]:
+        """What counts of every trajectory, where that of the oldest step may have lost its head."""
+        lost = rows.has_lost(self.written, self.size, self.steps)
+        beheaded = {self.row(env, 0) for env in range(self.envs) if lost}
+        return reference.counted(self.trajectories(), beheaded, past, before)
 
     def is_virtual_end(self, row: int) -> bool:
         """Whether a trajectory ends here only because it is still in progress: there is no flag."""
@@ -76,7 +82,7 @@ class Model:
     def sums(self, rule: Rule, fan_out: int) -> list[int]:
         """All levels of the sum tree, each padded to whole nodes, and the root."""
         level = [0] * (-(-self.steps // 64) * self.envs)
-        for trajectory in self.trajectories():
+        for trajectory in self.counted(rule.past):
             step, env = divmod(trajectory[-1], self.envs)
             weight = len(reference.offsets(rule, len(trajectory)))
             level[step // 64 * self.envs + env] += weight if rule.by_transition else min(weight, 1)
@@ -88,10 +94,10 @@ class Model:
             if len(level) == 1:
                 return result + level
 
-    def touched_rows(self, n: int, need: int) -> set[int]:
-        """The newest ``n`` steps, ``need - 1`` before them and the one after, whether or not they are stored."""
+    def touched_rows(self, n: int, need: int, oldest: int) -> set[int]:
+        """The newest ``n`` steps, ``need - 1`` before them and the oldest after, whether or not they are stored."""
         cursor = self.written % self.steps
-        places = {(cursor + d) % self.steps for d in range(-n - need + 1, 1)}
+        places = {(cursor + d) % self.steps for d in range(-n - need + 1, oldest)}
         return {place * self.envs + env for place in places for env in range(self.envs)}
 
 
@@ -222,8 +228,9 @@ class Index:
     def bounds(self, row: Tensor) -> Tensor:
         return trajectories.bounds(self.ends, self.ring, row, *self.shape())
 
-    def update_eligible(self, n: int, need: int, starts_too: bool) -> Tensor:
-        return trajectories.update_eligible(self.eligible, self.ends, self.ring, n, need, starts_too, *self.shape())
+    def update_eligible(self, n: int, need: int, starts_too: bool, *back: int) -> Tensor:
+        tensors = self.eligible, self.ends, self.ring
+        return trajectories.update_eligible(*tensors, n, need, starts_too, *self.shape(), *back)
 
     def eligible_rows(self) -> set[int]:
         return {row for row in range(self.steps * self.envs) if self.eligible[row // 64].item() >> row % 64 & 1}
@@ -244,7 +251,7 @@ class Index:
 
     def assert_draws(self, n: int, seed: int = 5, offset: int = 2**33 + 7) -> None:
         """Draws by uniforms, and by every rank, are those of the model."""
-        units = reference.units(self.model.trajectories(), self.rule, self.envs)
+        units = reference.units(self.model.counted(self.rule.past), self.rule, self.envs)
         if not units:
             return
         # Each is drawn by a program of its own.
@@ -265,9 +272,9 @@ class Index:
         expected = laid_out([rest[row][:slice_len] for row in by_row], slice_len)
         assert tuple(part.tolist() for part in found) == expected
 
-    def assert_eligible(self, n: int, need: int, starts_too: bool) -> None:
+    def assert_eligible(self, n: int, need: int, starts_too: bool, before: int = 0, past: int = 0) -> None:
         """The eligible rows after a write of ``n`` steps, and the list of those that were looked at."""
-        touched = self.update_eligible(n, need, starts_too).tolist()
-        assert set(touched) == self.model.touched_rows(n, need)
-        assert len(touched) == trajectories.touched_rows(n, need, *self.shape())
-        assert self.eligible_rows() == reference.eligible_starts(self.model.trajectories(), need, starts_too)
+        touched = self.update_eligible(n, need, starts_too, before, past).tolist()
+        assert set(touched) == self.model.touched_rows(n, need, max(before, past) + 1)
+        assert len(touched) == trajectories.touched_rows(n, need, *self.shape(), before, past)
+        assert self.eligible_rows() == reference.eligible_starts(self.model.counted(past, before), need, starts_too)

@@ -22,7 +22,7 @@ from gpubuf import (
     TensorDictReplayBuffer,
     capture,
 )
-from gpubuf.data import Hindsight, MixedReplayBuffer, Sequence
+from gpubuf.data import Hindsight, MixedReplayBuffer, Window
 from gpubuf.data.recording import CaptureError
 from tests.support.graph_recorder import RecordedCuda
 from tests.support.interrupts import interrupted
@@ -100,15 +100,15 @@ def test_slices(backend, kind, once):
     assert len(found) == len(stream.buffer.storage[:]["of"].unique())
 
 
-def test_sequences_and_check():
+def test_windows_and_check():
     """A marked row need not be continued, and its episode is not whole."""
-    stream = Stream(new(sample_unit=Sequence(3, burn_in=1, bootstrap=1)), seed=5)
+    stream = Stream(new(windows={"of": Window(-1, 3)}), seed=5)
     plain = Stream(new(), seed=5)
     for _ in range(40):
         stream.step()
         plain.step()
-    windows = stream.buffer.sample().reshape(16, 5)
-    assert torch.equal(windows["of"], windows["of"][:, 1:2].expand(-1, 5, -1))
+    around = stream.buffer.sample()["of"]
+    assert torch.equal(around, around[:, 1:2].expand(-1, 5, -1))
     report = plain.buffer.check()
     assert report.compared > 0
     assert report.broken == len(report.lengths) == 0
@@ -117,7 +117,7 @@ def test_sequences_and_check():
 LOOKING = {
     **{name: lambda make=make: {"sampler": make()} for name, make in SAMPLERS.items() if name != "fixed"},
     "n-step": lambda: {"n_steps": 3},
-    "sequence": lambda: {"sample_unit": Sequence(2)},
+    "windows": lambda: {"windows": {"of": Window(0, 1)}},
     "hindsight": lambda: {"relabel": Hindsight(lambda achieved, goal, batch: (achieved == goal)[..., 0].float())},
 }
 
@@ -127,13 +127,16 @@ def crossings(buffer: ReplayBuffer, kind: str) -> int:
     count = 0
     for _ in range(64):
         batch = buffer.sample()
+        if kind == "windows":
+            count += int((batch["of"][:, 0] != batch["of"][:, 1]).sum())
+            continue
         before = batch["of"] == 0
         if kind == "n-step":
             count += int((before & (batch["next", "of"] == 1)).sum())
         elif kind == "hindsight":
             count += int((before & (batch["desired_goal"][..., 0] == 1)).sum())
         else:
-            windows = batch["of"].reshape(-1, getattr(buffer.sampler, "slice_len", 2))
+            windows = batch["of"].reshape(-1, buffer.sampler.slice_len)
             count += int((windows[:, :1] != windows).sum())
     return count
 

@@ -15,9 +15,9 @@ from gpubuf.data import (
     Normalize,
     PrioritizedSampler,
     SamplerWithoutReplacement,
-    Sequence,
     SliceSampler,
     TensorDictReplayBuffer,
+    Window,
 )
 from gpubuf.data.recording import CaptureError
 from tests.support.graph_recorder import RecordedCuda
@@ -40,7 +40,7 @@ LATE = {
     "slices": lambda: {"sampler": SliceSampler(slice_len=2)},
     "without replacement": lambda: {"sampler": SamplerWithoutReplacement()},
     "n-step": lambda: {"n_steps": 3},
-    "sequence": lambda: {"sample_unit": Sequence(2, burn_in=1)},
+    "windows": lambda: {"windows": {"number": Window(-1, 2, mask="is_pad")}},
     "normalized": lambda: {"process": [Normalize("number")], "transform": torch.nn.Identity()},
 }
 
@@ -101,7 +101,7 @@ def test_a_key_that_can_be_no_column_is_refused(storage, options):
     late = steps(4, 6, value_target=1)[0]
     if "n_steps" in options:
         late = steps(4, 6)[0].set("steps_to_next_obs", torch.ones(2, 1, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"give that a placeholder for what comes later, or empty|n_steps=2 makes"):
+    with pytest.raises(ValueError, match=r"give that a placeholder for what comes later, or empty|n_steps=2 get a key"):
         buffer.extend(late)
     for key in (("next", "value"), "priority_weight"):
         with pytest.raises(ValueError, match="extra"):

@@ -195,7 +195,7 @@ def test_arguments_that_make_no_sense(make, options, error, text):
             r"sums the reward \('next', 'reward'\).*keys are",
         ),
         (lambda rows: rows, {"reward_keys": ["reward"]}, KeyError, "reward 'reward', which is not stored"),
-        (lambda rows: rows.exclude(("next", "done")), {}, KeyError, "needs the ends of trajectories.*give end_keys"),
+        (lambda rows: rows.exclude(("next", "done")), {}, KeyError, "need the ends of trajectories.*give end_keys"),
         (lambda rows: rows, {"end_keys": ["is_last"]}, KeyError, "'is_last', which is not stored"),
         (lambda rows: rows.set("steps_to_next_obs", torch.ones(4, 1)), {}, ValueError, "which the rows have already"),
         (lambda rows: rows.set(("next", "reward"), torch.ones(4, 1).long()), {}, ValueError, "it is torch.int64"),

@@ -7,6 +7,7 @@ step which needs a value on the host fails.
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -14,9 +15,14 @@ from tensordict import TensorDict
 
 from gpubuf.data import (
     LazyTensorStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    SliceSampler,
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
+from gpubuf.data.storage.windows import Window
 from tests.support.fake_cuda import DataDependentOutputException, fake_cuda, no_blocking_copies
 
 
@@ -72,6 +78,33 @@ def test_an_epoch_of_slices_synchronises_once():
     buffer.extend(batch(100))
     with pytest.raises(DataDependentOutputException):
         buffer.sample(8)
+
+
+SAMPLERS = {
+    "uniform": RandomSampler,
+    "prioritized": functools.partial(PrioritizedSampler, 1000, 0.6, 0.4),
+    "slices": functools.partial(SliceSampler, slice_len=4),
+    "prioritized slices": functools.partial(PrioritizedSliceSampler, 1000, 0.6, 0.4, slice_len=4),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "outside"), [*((name, "repeat") for name in SAMPLERS), ("uniform", "skip"), ("prioritized", "skip")]
+)
+def test_windows_choose_rows_without_waiting(no_copies, name, outside):
+    """Which rows may be drawn is known to the device alone."""
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(1000, device="cuda"),
+        sampler=SAMPLERS[name](),
+        windows={"observation": Window(-3, 0, outside=outside)},
+    )
+    for _ in range(3):
+        buffer.extend(batch(500))
+        found = buffer.sample(8)
+        assert found["observation"].shape == (8, 4, 17)
+        if buffer.sampler.has_priorities:
+            buffer.update_priority(found["index"], found["priority_weight"])
+    assert buffer.sampler.choose(8)[0].shape == (8,)
 
 
 def test_no_stream_is_asked_for_where_there_is_no_gpu(monkeypatch):

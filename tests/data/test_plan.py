@@ -8,6 +8,7 @@ from tensordict import TensorDict
 
 import gpubuf
 from gpubuf.cli import main
+from gpubuf.data import Window
 from gpubuf.data.storage import host_memory
 from gpubuf.data.storage.placement import SPLIT_STEPS
 from gpubuf.planning import SAMPLERS, parse_bytes, parse_entry
@@ -230,3 +231,27 @@ def test_writers_take_queues_and_a_byte_per_row():
     assert made.fit("cpu").index.index - alone.fit("cpu").index.index == 1000 == buffer.memory().index
     assert "Writers in other processes take 336 KiB of shared memory" in str(made)
     assert "shared memory" not in str(alone)
+
+
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [
+        *((name, Window(-3, 0)) for name in ("uniform", "prioritized", "slices")),
+        *((name, Window(0, 3, outside="cross")) for name in ("uniform", "prioritized", "slices")),
+        ("prioritized", Window(-3, 2, outside="skip")),
+    ],
+)
+def test_windows_take_the_bits_of_ends(name, window):
+    """And, where priorities choose among rows, those of the rows that have their steps."""
+    rows = TensorDict({"a": torch.zeros(1, 3), "next": {"done": torch.zeros(1, 1, dtype=torch.bool)}}, [1])
+    sampler = {
+        "uniform": gpubuf.RandomSampler(),
+        "prioritized": gpubuf.PrioritizedSampler(1000, 0.7, 0.5),
+        "slices": gpubuf.SliceSampler(slice_len=2),
+    }[name]
+    made = gpubuf.plan(rows, 1000, sampler=sampler, windows={"a": window})
+    buffer = gpubuf.ReplayBuffer(gpubuf.LazyTensorStorage(1000), sampler=sampler, windows={"a": window}, batch_size=4)
+    buffer.extend(rows.expand(30).clone())
+    buffer.sample()
+    index = made.fit("cpu").index
+    assert (index.tree, index.index) == (buffer.memory().tree, buffer.memory().index)

@@ -26,7 +26,6 @@ from gpubuf.data import (
     RandomShift,
     ReplayBuffer,
     SamplerWithoutReplacement,
-    Sequence,
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
     TensorStorage,
@@ -112,7 +111,6 @@ class Own(RandomSampler):
         (TensorStorage(transitions(60)), {}),
         (LazyMemmapStorage(60), {"prefetch": 0}),
         (LazyMemmapStorage(60), {"sampler": Own()}),
-        (LazyMemmapStorage(60), {"sample_unit": Sequence(2)}),
     ],
 )
 def test_there_is_none_elsewhere(storage, options):

@@ -15,11 +15,11 @@ from gpubuf.data import (
     Hindsight,
     LazyTensorStorage,
     PrioritizedSliceSampler,
-    Sequence,
     SliceSampler,
     SliceSamplerWithoutReplacement,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
+    Window,
 )
 
 FLAGS = ("done", "terminated", "truncated")
@@ -40,7 +40,7 @@ KINDS = {
     "slices without replacement": lambda: {"sampler": SliceSamplerWithoutReplacement(slice_len=4)},
     "prioritized slices": lambda: {"sampler": PrioritizedSliceSampler(100, 0.7, 0.4, slice_len=4)},
     "hindsight": lambda: {"relabel": Hindsight(reward, terminated=near)},
-    "sequences": lambda: {"sample_unit": Sequence(3)},
+    "windows": lambda: {"windows": {"observation": Window(0, 2)}},
 }
 
 
@@ -219,7 +219,7 @@ def advice(writes: list[TensorDict], ndim: int = 1, capacity: int = 30_000, **op
 WINDOWS = {
     "n_steps": lambda: {"n_steps": 3},
     "slices": lambda: {"sampler": SliceSampler(slice_len=2, end_key=("next", "done"))},
-    "sequences": lambda: {"sample_unit": Sequence(2)},
+    "windows": lambda: {"windows": {"observation": Window(0, 1)}},
     "hindsight": lambda: {
         "relabel": Hindsight(reward, goal_key="observation", achieved_key=("next", "observation")),
     },
@@ -269,7 +269,7 @@ def test_no_false_alarm_about_the_order(kind, shape):
         assert advice([batch] * 3, 2, n_steps=3) == []
 
 
-@pytest.mark.parametrize("kind", ["n_steps", "sequences", "hindsight"])
+@pytest.mark.parametrize("kind", ["n_steps", "windows", "hindsight"])
 def test_environments_that_take_turns(kind):
     """Case 58: in a 1-D storage windows would mix them: said once. Slices are refused when they are drawn."""
     rows = rollouts(20, 4, "counts").reshape(-1)

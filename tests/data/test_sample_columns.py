@@ -10,13 +10,12 @@ from tensordict import TensorDict
 from gpubuf import (
     LazyTensorStorage,
     ListStorage,
-    PrioritizedSampler,
     ReplayBuffer,
     SliceSampler,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from gpubuf.data import Normalize, Sequence
+from gpubuf.data import Normalize
 
 ROWS = 40
 
@@ -87,10 +86,6 @@ def test_what_has_no_columns_is_refused():
     buffer = ReplayBuffer(storage=storage(), collate_fn=lambda data: data["observation"])
     buffer.extend(rows())
     with pytest.raises(ValueError, match=r"a Tensor here: sample\(\) gives them"):
-        buffer.sample_columns(4)
-    buffer = ReplayBuffer(storage=storage(), sampler=PrioritizedSampler(ROWS, 0.7, 0.5), sample_unit=Sequence(length=2))
-    buffer.extend(rows())
-    with pytest.raises(ValueError, match="windows of rows"):
         buffer.sample_columns(4)
 
 

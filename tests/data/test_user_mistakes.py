@@ -31,7 +31,6 @@ from gpubuf.data import (
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RoundRobinWriter,
-    Sequence,
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
@@ -188,7 +187,6 @@ def test_sizes_that_are_no_numbers(number):
         "next_capacity": lambda number: LazyTensorStorage(8, share_next=True, next_capacity=number),
         "slice_len": lambda number: SliceSampler(slice_len=number),
         "num_slices": lambda number: SliceSampler(num_slices=number),
-        "length": Sequence,
         "capacity": lambda number: gpubuf.plan({"x": "3:int8"}, number),
         "envs": lambda number: gpubuf.plan({"x": "3:int8"}, 8, envs=number),
         "max_capacity": lambda number: PrioritizedSampler(number + 0.5 if number == 4.0 else number, 0.6, 0.4),

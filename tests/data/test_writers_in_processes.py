@@ -27,7 +27,7 @@ from gpubuf import (
     TensorDictReplayBuffer,
     Writers,
 )
-from gpubuf.data import Hindsight, RewardScale, Sequence, writing
+from gpubuf.data import Hindsight, RewardScale, Window, writing
 from gpubuf.data.buffer import ReplayBuffer as CoreBuffer
 from gpubuf.data.ingress import places
 from gpubuf.data.ingress.client import WriterClient
@@ -301,21 +301,20 @@ def test_returns_add_up_within_one_writer(steps: Any, run: int, capacity: int):
     assert scale.var().item() == pytest.approx(np.var(seen), abs=1e-12)
 
 
-def test_sequences_and_hindsight_stay_within_a_writer():
+def test_windows_and_hindsight_stay_within_a_writer():
     """Windows around a row, and goals of later steps, are those of its writer."""
-    unit = Sequence(3, burn_in=2)
+    windows = Window(-2, 2, mask="is_pad")
     relabel = Hindsight(lambda achieved, goal, rows: achieved[:, :1], goal_key="state", achieved_key=("next", "state"))
-    for parts in ({"sample_unit": unit}, {"relabel": relabel}):
+    for parts in ({"windows": windows}, {"relabel": relabel}):
         buffer = buffer_of(200, Writers(2, run=1), TensorDictReplayBuffer, batch_size=100, **parts)
         clients = clients_of(buffer, 2)
         for turn in range(9):
             clients[turn % 2].extend(batch(turn % 2, 4 * (turn // 2), 4, 100))
             buffer.writers.take()
         found = buffer.sample()
-        if parts.get("sample_unit"):
-            windows = found.reshape(100, 5)
-            assert (windows["writer"] == windows["writer"][:, 2:3]).all()
-            assert not windows["validity_mask"].all()
+        if parts.get("windows"):
+            assert (found["writer"] == found["writer"][:, 2:3]).all()
+            assert found["is_pad"].any()
         else:
             given = found[found["relabelled"]]
             assert len(given) > 10
@@ -607,7 +606,7 @@ def test_mistakes_are_refused_with_a_sentence():
         (TypeError, "need a LazyTensorStorage", {"storage": LazyMemmapStorage(3)}),
         (ValueError, "written in turn", {"writer": TensorDictMaxValueWriter()}),
         (ValueError, "give the buffer a storage with ndim=2", {"transform": RewardScale(0.99, envs=2)}),
-        (ValueError, "that goes on over the ends of trajectories", {"sample_unit": Sequence(2, "include_reset")}),
+        (ValueError, "that crosses the ends of trajectories", {"windows": Window(0, 1, outside="cross")}),
     ):
         with pytest.raises(error, match=text):
             TensorDictReplayBuffer(**{"storage": LazyTensorStorage(3), "writers": 1, **parts})

@@ -82,24 +82,6 @@ def test_the_parts_that_a_buffer_makes_later_have_torchrls_types():
     assert set(buffer.sample()) <= {"some", "text"}
 
 
-def test_sample_units():
-    buffer = buffer_of("TensorDictPrioritizedReplayBuffer", sample_unit=JOINED.Sequence(3))
-    buffer.extend(batch(20))
-    drawn = buffer.sample()
-    assert drawn.shape == (24,)
-    assert isinstance(buffer._sample_unit, gpubuf.data.Sequence)
-    # Transitions need no unit.
-    assert buffer_of("ReplayBuffer", sample_unit=JOINED.Transition())._sample_unit is None
-
-    class Twice(JOINED.SampleUnit):  # type: ignore[misc,name-defined]
-        def expand(self, index: Any, info: dict[Any, Any], storage: Any) -> tuple[Any, dict[Any, Any]]:
-            return index.repeat_interleave(2), {key: value.repeat_interleave(2) for key, value in info.items()}
-
-    buffer = buffer_of("TensorDictReplayBuffer", sample_unit=Twice())
-    buffer.extend(batch(20))
-    assert torch.equal(*buffer.sample()["index"].view(8, 2).unbind(1))
-
-
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda buffer: pickle.loads(pickle.dumps(buffer))], ids=["deep", "pickle"]
 )

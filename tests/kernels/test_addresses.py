@@ -421,7 +421,7 @@ FAULTS: list[tuple[str, str, str, tuple[Any, ...]]] = [
     (f"{READ}:rows_gather_kernel", "address(position", f"address(position{INT32}", (test_gathered_rows, LARGE)),
     (f"{READ}:rows_sample_kernel", "address(position", f"address(position{INT32}", (test_sampled_rows, LARGE)),
     (f"{READ}:place_address", "entry_ptr, place)", f"entry_ptr, place{INT32})", (test_computed_rows, LARGE)),
-    (f"{READ}:load_places", "links_ptr + row,", f"links_ptr + row{INT32},", (test_computed_rows, LARGE)),
+    (f"{READ}:load_following", "links_ptr + row,", f"links_ptr + row{INT32},", (test_computed_rows, LARGE)),
     (f"{WRITE}:rows_write_kernel", "address(position", f"address(position{INT32}", (test_written_rows, LARGE)),
     (f"{WRITE}:rows_extend_kernel", "address(position", f"address(position{INT32}", (test_written_rows, LARGE)),
     (f"{TILES}:draw_position", "(seed, counter)", f"(seed, counter){FLOAT32}", (test_sampled_rows, LARGE)),

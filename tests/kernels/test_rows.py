@@ -294,7 +294,7 @@ def test_every_window_of_small_rings(backend, capacity):
         ring, index = store.reference(), every_row(store)
         for n_steps in range(1, 5):
             found, _ = store.gather(index, n_steps, 0.5)
-            windows = [ring.window(row, n_steps) for row in index.tolist()]
+            windows = [ring.transition(row, n_steps) for row in index.tolist()]
             assert found[1][:, 0].tolist() == [window[-1] for window in windows]
             assert found[3][:, 0].tolist() == [len(window) for window in windows]
             sums = [sum(0.5**j * 2.0**row for j, row in enumerate(window)) for window in windows]

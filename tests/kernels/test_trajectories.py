@@ -34,6 +34,9 @@ RULES = {
     "span": Rule(4, min_len=1, before=3, after=2),
     "transitions": Rule(5, min_len=5, by_transition=True),
     "span by transition": Rule(7, min_len=3, before=1, after=100, by_transition=True),
+    "past": Rule(4, min_len=2, past=5),
+    "past by transition": Rule(3, min_len=3, by_transition=True, past=2),
+    "long past": Rule(2, min_len=1, before=1, past=40),
 }
 
 
@@ -56,12 +59,16 @@ INDICES = {
     "far beyond": (65, 3, "strict", {"laps": 2**54 // 65, "by_id": True}),
     "levels of sums": (260, 3, "transitions", {"fan_out": 4, "row_bytes": 24}),
     "wide nodes": (300, 2, "starts", {"fan_out": 64}),
+    "lost heads": (70, 3, "past", {"by_id": True}),
+    "lost heads of a word": (64, 2, "past by transition", {}),
+    "lost heads of several words": (200, 1, "long past", {"fan_out": 2}),
+    "lost before": (65, 2, "past by transition", {"laps": 3}),
 }
 OF_THE_GATES = ("ids of two steps", "two memories", "several words", "levels of sums")
 
 
 #: Flags and identifiers, steps and transitions, two memories, and levels.
-INTERPRETED = ("less than a word", "ids in two memories", "levels of sums")
+INTERPRETED = ("less than a word", "ids in two memories", "levels of sums", "lost heads of a word")
 
 
 @pytest.mark.parametrize(
@@ -189,6 +196,24 @@ def test_eligible_starts(backend, need, starts_too, by_id):
         for n in sizes if backend == "numba" else sizes[2:8:2]:
             index.write(n, 0.15)
             index.assert_eligible(n, need, starts_too)
+
+
+@pytest.mark.parametrize("laps", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("need", "starts_too", "before", "past"),
+    [(1, False, 0, 3), (4, False, 2, 0), (3, True, 0, 6), (2, True, 3, 5), (1, False, 90, 0), (1, False, 0, 90)],
+)
+def test_eligible_rows_look_back(backend, need, starts_too, before, past, laps):
+    """Rows whose past is stored, or whose trajectory is younger than the ring; and rows with steps before them."""
+    for steps, envs in ((67, 2), (130, 1), (5, 3)) if backend == "numba" else ((33, 2),):
+        index = Index(steps, envs, seed=need, laps=laps)
+        sizes = [1, 3, steps // 2, 1, steps // 2, 2, 1, steps, 1, 0, steps + 3, steps - 1, 7, 1]
+        for n in sizes if backend == "numba" else sizes[2:8:2]:
+            index.write(n, 0.15)
+            index.assert_eligible(n, need, starts_too, before, past)
+        index.empty()
+        index.write(steps // 2, 0.2)
+        index.assert_eligible(steps // 2, need, starts_too, before, past)
 
 
 @pytest.mark.gate
@@ -376,7 +401,7 @@ def test_launches(monkeypatch):
         ends = torch.empty(sum(trajectories.bit_levels(steps, envs)), dtype=torch.int64, device="meta")
         sums = torch.empty(sum(trajectories.level_sizes(steps, envs, fan_out)), dtype=torch.int64, device="meta")
         ring, signals = (torch.empty(shape, dtype=torch.int64, device="meta") for shape in (4, (1, 5)))
-        _launch.update(ends, sums, ring, signals, False, n, steps, envs, fan_out, 4, 1, 0, 0, False)
+        _launch.update(ends, sums, ring, signals, False, n, steps, envs, fan_out, 4, 1, 0, 0, False, 0)
         return next(count) - before - 1
 
     assert launches(1, 10**6, 1) == launches(256, 10**6, 1) == launches(4096, 6 * 10**8, 1) == 1
@@ -464,7 +489,7 @@ def test_tensors_of_another_kind(backend, name):
 def test_numbers_out_of_range(backend):
     index = Index(20, 2)
     rng = philox.new_state(1, "cpu")
-    for rule in (Rule(0), Rule(1, min_len=0), Rule(1, before=-1), Rule(1, after=-1)):
+    for rule in (Rule(0), Rule(1, min_len=0), Rule(1, before=-1), Rule(1, after=-1), Rule(1, past=-1)):
         index.rule = rule
         for call in (lambda: index.update(1), index.resum, lambda: index.draw(rng, 1)):
             with pytest.raises(ValueError, match=f"slice_len={rule.slice_len}, min_len={rule.min_len}"):
@@ -478,6 +503,8 @@ def test_numbers_out_of_range(backend):
         index.slices(torch.tensor([0]), 0)
     with pytest.raises(ValueError, match="need at least 1, not n=1 and need=0"):
         index.update_eligible(1, 0, True)
+    with pytest.raises(ValueError, match="at least 0, not before=0 and past=-1"):
+        index.update_eligible(1, 1, True, 0, -1)
     with pytest.raises(ValueError, match=r"rank must have shape \[3\]"):
         index.draw(rng, 3, torch.tensor([0]))
     with pytest.raises(TypeError, match="start must be"):

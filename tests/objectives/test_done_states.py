@@ -11,7 +11,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
 from gpubuf import LazyTensorStorage, MixedReplayBuffer, SoftUpdate, TensorDictPrioritizedReplayBuffer
-from gpubuf.data import Sequence
+from gpubuf.data import Window
 from gpubuf.modules import MLP, make_sac_actor, make_sac_critic
 from gpubuf.objectives import SACLoss
 from gpubuf.objectives.batch import HAS_TARGET, without_ended
@@ -216,11 +216,13 @@ def priorities(buffer) -> torch.Tensor:
     return buffer.sampler.tree.leaves[: len(buffer)].clone()
 
 
-@pytest.mark.parametrize("kind", ["rows", "mixed", "sequences"])
+@pytest.mark.parametrize("kind", ["rows", "mixed", "windows"])
 def test_an_update_leaves_the_old_priority(kind):
     """Of rows without a target; others get theirs."""
     rows = ended_batch("SACLoss", 10)
-    buffer = filled(rows, sample_unit=Sequence(1, done_key=None)) if kind == "sequences" else filled(rows)
+    rows["number"] = torch.arange(10)
+    options = {"windows": {"number": Window(-2, 2, outside="cross")}} if kind == "windows" else {}
+    buffer = filled(rows, **options)
     loss, source = variant("SACLoss"), buffer
     if kind == "mixed":
         source = MixedReplayBuffer([buffer, filled(rows)], [0.5, 0.5], batch_size=128)

@@ -21,6 +21,7 @@ from gpubuf import (
     SoftUpdate,
     TensorDictReplayBuffer,
 )
+from gpubuf.data import Window
 from gpubuf.modules import make_sac_actor, make_sac_critic
 from gpubuf.objectives import SACLoss
 from tests.support.sac_setup import ACTION, CELLS, OBSERVATION, make_batch, total
@@ -47,6 +48,7 @@ class World:
         device: where everything is.
         learn: how the targets are updated; None: the step only writes, draws, and sets priorities.
         n_steps: steps of a transition.
+        windows: of the buffer.
         storage: further options of the storage.
         rows: where the rows are; None: on the device.
         prefetch: as of the buffer.
@@ -57,6 +59,7 @@ class World:
     device: str = "cpu"
     learn: str | None = None
     n_steps: int = 1
+    windows: Any = None
     storage: Mapping[str, Any] = field(default_factory=dict)
     rows: str | None = None
     prefetch: int | None = None
@@ -68,6 +71,7 @@ class World:
         rows = self.rows or self.device
         storage = LazyTensorStorage(CAPACITY, device=rows, ndim=1 if self.envs == 1 else 2, **self.storage)
         sampler, options = SAMPLERS[self.sampler](), {"n_steps": self.n_steps, "prefetch": self.prefetch}
+        options["windows"] = self.windows
         self.buffer = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=BATCH, **options)
         # Not float64: compiled code leaves changes in place of such a number on the CPU out (PyTorch 2.13).
         self.beta = torch.full((), 0.4, dtype=torch.float32, device=self.device)
@@ -172,6 +176,7 @@ COMPUTED = {
     "dtypes": {"observation": torch.bfloat16, "action": Codec(torch.uint8, scale=1 / 100, offset=-1.0)},
     "batch_dtypes": {"observation": torch.float32},
 }
+WINDOWS = {"observation": Window(-2, 0), "action": Window(0, 2, outside="zero", mask="action_is_pad")}
 #: By name, what to make of a device.
 WORLDS: dict[str, Callable[[str], World]] = {
     **{name: lambda device, name=name: World(name, device=device) for name in SAMPLERS},
@@ -181,6 +186,8 @@ WORLDS: dict[str, Callable[[str], World]] = {
     "slices of fewer bytes": lambda device: World("slices", envs=2, device=device, storage=COMPUTED),
     "three steps": lambda device: World("uniform", device=device, n_steps=3),
     "three steps of two environments": lambda device: World("prioritized", envs=2, device=device, n_steps=3),
+    "windows": lambda device: World("uniform", device=device, windows=WINDOWS),
+    "windows of two environments": lambda device: World("prioritized", envs=2, device=device, windows=WINDOWS),
     "soft actor-critic of three steps": lambda device: World("prioritized", device=device, learn="soft", n_steps=3),
     "soft actor-critic": lambda device: World("prioritized", device=device, learn="soft"),
     "soft actor-critic on uniform batches, targets copied": lambda device: World(

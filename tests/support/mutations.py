@@ -84,7 +84,7 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "gpubuf/data/samplers/trajectory_index.py",
             "gpubuf/data/samplers/row_order.py",
             "gpubuf/data/hindsight.py",
-            "gpubuf/data/sequences.py",
+            "gpubuf/data/storage/windows.py",
         ),
         (
             "tests/data/test_slice*.py",
@@ -92,7 +92,7 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "tests/data/test_prioritized.py",
             "tests/data/test_hindsight.py",
             "tests/data/test_whole_trajectories.py",
-            "tests/data/test_sample_units.py",
+            "tests/data/test_windows.py",
             "tests/data/test_row_order.py",
         ),
     ),

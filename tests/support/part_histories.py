@@ -28,9 +28,9 @@ from gpubuf.data import (
     ReplayBuffer,
     RoundRobinWriter,
     SamplerWithoutReplacement,
-    Sequence,
     SliceSampler,
     TensorDictReplayBuffer,
+    Window,
 )
 from tests.support.interrupted_buffers import is_free
 from tests.support.interrupts import interrupted
@@ -139,7 +139,8 @@ def batch_of(rows: list[Row]) -> TensorDict:
     number = torch.tensor([row.number for row in rows])
     value, done = number.float().unsqueeze(-1), torch.tensor([[row.done] for row in rows])
     after = {"observation": value + 1, "achieved_goal": value, "reward": value, "done": done}
-    return TensorDict({"number": number, "desired_goal": -torch.ones_like(value), "next": after}, [len(rows)])
+    now = {"number": number, "around": number.clone(), "desired_goal": -torch.ones_like(value)}
+    return TensorDict({**now, "next": after}, [len(rows)])
 
 
 class History:
@@ -164,7 +165,7 @@ class History:
         options = {
             "rows": {},
             "steps": {"n_steps": 3, "gamma": GAMMA},
-            "windows": {"sample_unit": Sequence(2, burn_in=1)},
+            "windows": {"windows": {"around": Window(-1, 1, mask="around_is_pad")}},
             "goals": {"relabel": Hindsight(reward, end_keys=END)},
         }[reading]
         buffer = kind(storage=rows.storage, sampler=SAMPLERS[name](rows.capacity), end_keys=END, **options)
@@ -437,13 +438,12 @@ def check(known: Known) -> None:
                 atol=0,
             )
     elif known.reading == "windows":
-        for k, anchor in enumerate(info["anchor_index"].tolist()[::3]):
-            # The past of the oldest row of a full ring was overwritten.
-            i = max(at[anchor], len(at) == rows.capacity)
+        # What came before the oldest row may be lost.
+        assert min(drawn) > 0 or rows.end == len(at) or len(at) == 1
+        for i, around, outside in zip(drawn, data["around"].tolist(), data["around_is_pad"].tolist(), strict=True):
             first, last = rows.trajectory(i)
-            window = range(i - 1, i + 2)
-            assert info["validity_mask"][3 * k : 3 * k + 3].tolist() == [first <= j <= last for j in window]
-            assert drawn[3 * k : 3 * k + 3] == [min(max(j, first), last) for j in window]
+            assert outside == [not first <= j <= last for j in (i - 1, i, i + 1)]
+            assert around == [rows.rows[min(max(j, first), last)].number for j in (i - 1, i, i + 1)]
     elif known.reading == "goals":
         for i, moved, goal in zip(drawn, info["relabelled"], data["desired_goal"].flatten().tolist(), strict=True):
             later = rows.rows[i : rows.trajectory(i)[1] + 1]

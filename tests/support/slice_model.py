@@ -59,7 +59,7 @@ class SliceModel:
 
     def empty(self) -> None:
         self.rows = [[] for _ in range(self.envs)]
-        self.written = -(-self.written // self.steps) * self.steps
+        self.written = -(-self.written // (2 * self.steps)) * 2 * self.steps
 
     def trajectories(self) -> list[list[Row]]:
         """Environment by environment, the oldest first."""

@@ -48,11 +48,6 @@ def _stand_ins() -> dict[str, type]:
     for name, entry in names.items():
         if entry["kind"] == "class" and "members" in entry and entry["area"] not in ("objectives", "values"):
             make(name)
-    # Of these the record has the names only.
-    for name in ("SampleUnit", "Transition", "Sequence"):
-        bases = (made["SampleUnit"],) if made.get("SampleUnit") else ()
-        body = {"__module__": "torchrl.data.replay_buffers", "expand": _member(f"{name}.expand")}
-        made[name] = abc.ABCMeta(name, bases, body)
     return made
 
 

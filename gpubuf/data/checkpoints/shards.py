@@ -280,7 +280,8 @@ def _one_storage(storages: list[dict[str, Any]], ranks: list[int], ndim: int) ->
         marks = (whole.get("marks", torch.zeros(whole["size"], dtype=torch.uint8, device="cpu")) for whole in wholes)
         one["marks"] = torch.cat([each[_oldest_first(whole)] for each, whole in zip(marks, wholes, strict=True)])
     counters = {"written": size, "size": size, "max_size": size, "shape": [size // per_step, *rest]}
-    counters["past_lost"] = lacks_past(wholes[0])
+    if lacks_past(wholes[0]):
+        counters |= {"written": 2 * size, "skipped": size}
     return {**one, **counters, "rows": Pieces(pieces[-1].example, each)}
 
 

@@ -23,10 +23,10 @@ from gpubuf.data.mending import mend
 from gpubuf.data.operation import Operation, operation
 from gpubuf.data.processing.reward_scale import RewardScale
 from gpubuf.data.recording import at_replays, current
-from gpubuf.data.sequences import SampleUnit, Sequence
 from gpubuf.data.storage.containers import batch_shape, tensors_of
 from gpubuf.data.storage.end_bits import OWN
 from gpubuf.data.storage.layout import RowLayout, as_key
+from gpubuf.data.storage.plan import Recipe
 from gpubuf.data.storage.schema import Source
 from gpubuf.data.storage.tree_layout import layout_of
 from gpubuf.data.writing import Writes
@@ -213,12 +213,12 @@ class Intake:
         run = self.options.run or (_RUN if in_order else 1)
         return max(min(run, self._places.queues.rows.steps // 2), 1)
 
-    def serve(self, writes: Writes, unit: SampleUnit | None, *, in_order: bool) -> None:
-        """Called with what writes the rows, and with what is drawn, when they change.
+    def serve(self, writes: Writes, recipe: Recipe, *, in_order: bool) -> None:
+        """Called with what writes the rows, and with how batches are made of them, when these change.
 
         Args:
             writes: writes rows to the buffer.
-            unit: as the buffer has it.
+            recipe: of the buffer.
             in_order: whether something depends on the order of rows.
 
         Raises:
@@ -241,10 +241,10 @@ class Intake:
                 "RewardScale(envs=...) tells environments apart by the turns that they take, and writers take turns, "
                 "too: give the buffer a storage with ndim=2"
             )
-        if isinstance(unit, Sequence) and not unit.needs_ends:
+        if not all(window.needs_ends for _, window in recipe.windows):
             raise ValueError(
-                "a Sequence that goes on over the ends of trajectories would join the rows of several writers: give it "
-                "a done_key, and episode_boundary 'pad' or 'stop'"
+                "a Window that crosses the ends of trajectories would join the rows of several writers: give it "
+                "is_first, a key that tells where the next trajectory begins"
             )
         self._writes, self._in_order = writes, in_order
 

@@ -63,6 +63,12 @@ def masks_of(told: Tensor | None, collected: Any) -> list[Tensor]:
     return [mask for mask in (told, steps) if mask is not None]
 
 
+def masks_in(data: TensorDictBase, keys: Sequence[Any], priority: Tensor) -> list[Tensor]:
+    """Masks of the elements of ``priority`` that are not padding, as a batch says under ``keys``."""
+    padded = (data.get(key, None) for key in keys)
+    return [~each for each in padded if each is not None and each.numel() == priority.numel()]
+
+
 def rows_of(masks: Sequence[Tensor], n: int) -> Tensor:
     """Which of ``n`` rows have an element that each of the masks lets count: bool ``[n]``."""
     return functools.reduce(torch.logical_and, [mask.reshape(n, mask.numel() // max(n, 1)).any(-1) for mask in masks])

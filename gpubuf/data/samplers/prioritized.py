@@ -18,11 +18,15 @@ from gpubuf.data.samplers.base import Sampler
 from gpubuf.data.samplers.priorities import check_beta, exponent, refuse_negative, refuse_unusable, rows_at, vector
 from gpubuf.data.samplers.shards import Shards
 from gpubuf.data.samplers.sum_tree import SumTree
+from gpubuf.data.samplers.trajectory_index import TrajectoryBounds
+from gpubuf.data.storage.end_bits import EndBits
 from gpubuf.data.storage.indexing import as_positions
 from gpubuf.data.storage.placement import IndexBytes
+from gpubuf.data.storage.plan import RowPlan
 from gpubuf.data.storage.rows import NO_ROWS
 from gpubuf.data.storage.storage import TensorStorage
-from gpubuf.kernels.sum_tree import ALPHA, EPS, REFUSED
+from gpubuf.kernels.sum_tree import ALPHA, EPS, REFUSED, eligible_words
+from gpubuf.kernels.trajectories import Demand
 from gpubuf.serialization import need
 
 REDUCTIONS = ("max", "min", "mean", "median")
@@ -39,6 +43,10 @@ class PrioritizedSampler(Sampler):
     Priorities that are NaN, infinite or negative are refused: on CPU by a ValueError before anything changes; on
     a GPU, where an exception would need a host sync, the old priority stays and :meth:`raise_if_refused`, called by
     everything that synchronises anyway (``state_dict``, setting ``alpha``), raises.
+
+    With windows (docs/windows.md) a row is drawn only if no window of its reaches steps that were overwritten, or where
+    it must be whole: a bitmap, which every write keeps up to date, tells the tree which rows these are, in one launch
+    more per write and none per draw. Importance weights are normalised by the smallest of these.
 
     Weights are kept within the range of normal float32 numbers, so that a positive one stays positive. If this
     changes one, a warning says so, once: on CPU at once, on a GPU when refused priorities raise.
@@ -75,9 +83,14 @@ class PrioritizedSampler(Sampler):
     """
 
     has_priorities = True
-    parts: ClassVar[tuple[str, ...]] = ("_tree",)
+    parts: ClassVar[tuple[str, ...]] = ("_tree", "_eligible")
     drawn_state: ClassVar[tuple[str, ...] | None] = ()
     settings: ClassVar[tuple[str, ...]] = ("stratified", "_tree.eligible")
+    # What rows must have to be drawn, and the bitmap of those that do; None: all rows may be drawn, or it is not known.
+    _demand: Demand | None = None
+    _eligible: Tensor | None = None
+    # Has the storage know where trajectories end.
+    _bounds: TrajectoryBounds | None = None
 
     def __init__(
         self,
@@ -198,10 +211,73 @@ class PrioritizedSampler(Sampler):
             storage = self.storage
             tree = SumTree(storage.max_size, alpha=self._alpha, eps=self._eps, device=storage.device)
             tree.set_beta(self._beta)
+            self._restrict_to(tree, self._demanded)
             if len(storage) > n_new:
                 tree.mark(torch.arange(len(storage), device=storage.device))
             self._tree = tree
         return self._tree
+
+    # Which rows may be drawn
+
+    def read_from(self, reader: RowPlan) -> None:
+        super().read_from(reader)
+        if demanded := self._demanded:
+            self._bounds = TrajectoryBounds(reader.recipe)
+            self.storage.readers.serve(self._bounds)
+        self._require(demanded)
+
+    def forget_storage(self) -> None:
+        # First: an interrupt may leave no rows that it is true of.
+        self._demand = None
+        super().forget_storage()
+
+    def unbind(self) -> None:
+        super().unbind()
+        self._bounds = None
+
+    @property
+    def _demanded(self) -> Demand | None:
+        """What rows must have to be drawn from now on."""
+        before, after = self.reader.recipe.whole or (0, 0)
+        demand = Demand(after + 1, before=before, past=self.reader.recipe.past)
+        return None if demand == Demand() else demand
+
+    @property
+    def _ends(self) -> EndBits:
+        """Where trajectories end."""
+        assert self.storage.readers.end_bits
+        return self.storage.readers.end_bits
+
+    def _require(self, demand: Demand | None) -> None:
+        """Draw rows that have what is demanded, from now on. O(capacity) if that is new."""
+        if demand != self._demand and self._tree:
+            at_replays().after(functools.partial(setattr, self, "_demand", demand))
+            at_replays().undo(functools.partial(setattr, self, "_demand", self._demand))
+            self.storage.changing(self._restrict_to, self._tree, demand)
+
+    def _restrict_to(self, tree: SumTree, demand: Demand | None) -> None:
+        eligible = None
+        if demand:
+            eligible, storage = self._eligible, self.storage
+            if eligible is None:
+                at_replays().refuse("the first write or sample finds the rows that may be drawn: do it before")
+                eligible = torch.zeros(eligible_words(storage.max_size), dtype=torch.int64, device=storage.device)
+            self._ends.update_eligible(eligible, self._ends.steps, demand)
+        if eligible is not None or self._demand:
+            tree.restrict(eligible)
+        # In this order: who is interrupted between them does it again.
+        self._eligible, self._demand = eligible, demand
+
+    def _nothing_eligible(self, index: EndBits) -> str:
+        """The message for a user if no row can be drawn. Synchronises."""
+        assert self._demand
+        rows = torch.arange(len(self.storage), device=index.ends.device)
+        before, longest = max(self._demand.before, self._demand.past), int(index.bounds(rows)[2].max())
+        return (
+            f"no row can be drawn: windows need {before} steps before it that were not overwritten, and it with those "
+            f"after it {self._demand.need} steps of its trajectory. The longest trajectory has {longest}, and no such "
+            "row has a positive priority"
+        )
 
     # Sampling
 
@@ -211,13 +287,17 @@ class PrioritizedSampler(Sampler):
         # Past a call where there is nothing to do: every sample comes here.
         if not random or current.recording:
             random = self.random_state(tree.leaves.device)
-        if not self.shards:
+        factor = None
+        if self.shards:
+            # Before the draw, which may raise on this rank alone.
+            factor = self.shards.correction(tree.total, tree.minimum, tree.beta, tree.largest_given)
+        try:
             positions, weight = tree.draw(n, random, self.stratified)
-            return positions, {"priority_weight": weight}
-        # Before the draw, which may raise on this rank alone.
-        factor = self.shards.correction(tree.total, tree.minimum, tree.beta, tree.largest_given)
-        positions, weight = tree.draw(n, random, self.stratified)
-        return positions, {"priority_weight": weight.mul_(factor)}
+        except RuntimeError as error:
+            if not self._demand:
+                raise
+            raise RuntimeError(self._nothing_eligible(self._ends)) from error
+        return positions, {"priority_weight": weight if factor is None else weight.mul_(factor)}
 
     def choose_batches(self, n: int, batches: int) -> tuple[Tensor, dict[Any, Tensor]]:
         """As :meth:`choose`. Stratified batches are drawn one by one: each has a row from every part of the weight."""
@@ -227,13 +307,21 @@ class PrioritizedSampler(Sampler):
         weight = torch.cat([info["priority_weight"] for _, info in drawn])
         return torch.cat([positions for positions, _ in drawn]), {"priority_weight": weight}
 
+    def can_sample(self, storage: TensorStorage, batch_size: int) -> bool:
+        """Whether there are rows to draw. Synchronises with windows."""
+        return super().can_sample(storage, batch_size) and (not self._demanded or float(self._tree_made().total) > 0)
+
     # Priorities
 
     def on_write(self, positions: Tensor, priority: Tensor | None) -> None:
         """Give the rows of one write their priority, in one tree update."""
-        tree = self._tree_made(positions.numel())
+        tree, touched = self._tree_made(positions.numel()), None
+        if self._demand:
+            assert self._eligible is not None
+            ends = self._ends
+            touched = ends.update_eligible(self._eligible, positions.numel() // ends.envs, self._demand)
         if priority is None:
-            tree.mark(positions, within_buffer=self.max_priority_within_buffer)
+            tree.mark(positions, within_buffer=self.max_priority_within_buffer, touched=touched)
             return
         if positions.device.type != "cpu":
             # These rows are new: a refused priority must not leave them with that of the row before.
@@ -241,6 +329,8 @@ class PrioritizedSampler(Sampler):
             tree.refused.add_(bad.sum())
             priority = torch.where(bad, tree.max_priority.float(), priority)
         tree.update(positions, priority, ring=self.storage.ring.counters)
+        if touched is not None:
+            tree.refresh(touched)
 
     def update_priority(
         self, index: Any, priority: Any, *, storage: TensorStorage | None = None, generation: Tensor | None = None
@@ -279,7 +369,13 @@ class PrioritizedSampler(Sampler):
         """Rows were written elsewhere: give them the priority of new rows. IndexError if they are not stored (CPU)."""
         if storage is not None:
             self._serve(storage)
-        self.on_write(rows_at(index, self.storage), None)
+        self._tree_made().mark(rows_at(index, self.storage), within_buffer=self.max_priority_within_buffer)
+        self.rows_changed()
+
+    def rows_changed(self) -> None:
+        super().rows_changed()
+        if self._tree and (self._demand or self._demanded):
+            self._restrict_to(self._tree, self._demanded)
 
     def reduce(self, priority: Tensor, n: int, masks: Sequence[Tensor] = ()) -> Tensor:
         """A priority of more dimensions than the batch, as one number for each of ``n`` rows.
@@ -345,10 +441,19 @@ class PrioritizedSampler(Sampler):
         super().empty()
         if self._tree:
             self._tree.clear(reset=True)
+        if self._eligible is not None:
+            self._eligible.zero_()
+
+    def move(self) -> None:
+        super().move()
+        if self._tree and self._eligible is not None:
+            # A tree that was copied knows nothing of it.
+            self._tree.restrict(self._eligible)
 
     def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
-        tree = SumTree.bytes_for(math.prod(shape), device_type)
-        return IndexBytes(tree=tree) + super().index_bytes(shape, device_type)
+        n = math.prod(shape)
+        tree, eligible = SumTree.bytes_for(n, device_type), 8 * eligible_words(n) if self._demanded else 0
+        return IndexBytes(tree=tree, index=eligible) + super().index_bytes(shape, device_type)
 
     def memory(self) -> IndexBytes:
         tree = self._tree.nbytes if self._tree else 0
@@ -375,6 +480,7 @@ class PrioritizedSampler(Sampler):
                 leaves[: order.numel()] = tree["leaves"].cpu()[order]
                 tree = {**tree, "leaves": leaves, "capacity": storage.max_size}
             self._tree_made().load_state_dict(tree)
+            PrioritizedSampler.rows_changed(self)
         super().load_state_dict(state, order)
         self._alpha, self._beta, self._eps = state["alpha"], state["beta"], state["eps"]
 

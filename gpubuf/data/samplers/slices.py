@@ -28,7 +28,7 @@ from gpubuf.data.samplers.trajectory_index import (
 from gpubuf.data.storage.end_bits import Signal, bitmap_bytes
 from gpubuf.data.storage.layout import MASK_KEY, RowLayout, as_written
 from gpubuf.data.storage.placement import IndexBytes
-from gpubuf.data.storage.plan import Recipe
+from gpubuf.data.storage.plan import Recipe, RowPlan
 from gpubuf.data.storage.schema import check_tells_ends
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels.trajectories import Rule
@@ -217,10 +217,16 @@ class SliceSampler(Sampler):
         before, after = (length - 1 if s is True else int(s) for s in self.span)
         if max(before, after) >= length > 1:
             raise ValueError(f"a span must be smaller than the slice, got span={self.span} and slices of {length}")
-        return Rule(length, length if self.strict_length else 1, before, after, self.weighting == "transition")
+        min_len, by_transition = length if self.strict_length else 1, self.weighting == "transition"
+        return Rule(length, min_len, before, after, by_transition, self.reader.recipe.past)
+
+    def read_from(self, reader: RowPlan) -> None:
+        Sampler.read_from(self, reader)
+        # Which steps must not have been overwritten is another question now.
+        self._rules = {}
 
     def check_recipe(self, recipe: Recipe) -> None:
-        """Raise for transitions of several steps: slices are runs of single ones, in order.
+        """Raise for transitions of several steps, for slices are runs of single ones, in order; and for whole windows.
 
         Raises:
             ValueError: so it is.
@@ -229,12 +235,17 @@ class SliceSampler(Sampler):
             raise ValueError(
                 f"a {type(self).__name__} gives runs of single steps: it can't be used with n_steps={recipe.n_steps}"
             )
+        if recipe.whole is not None:
+            raise ValueError(
+                f"a {type(self).__name__} draws slices with all their rows: windows with outside='skip' need a "
+                "RandomSampler or PrioritizedSampler, or another value of outside"
+            )
 
     # The index
 
     def forget_storage(self) -> None:
         super().forget_storage()
-        self._looks = Looks()
+        self._looks, self._rules = Looks(), {}
 
     @property
     def trajectory_index(self) -> TrajectoryIndex:
@@ -319,6 +330,7 @@ class SliceSampler(Sampler):
         """Index all rows anew, within an operation of any buffer with the storage."""
         if self._index:
             self._index.rebuild()
+        super().rows_changed()
 
     @operation
     def trajectories(self) -> Trajectories:
@@ -416,7 +428,7 @@ class SliceSampler(Sampler):
                 rows, last = rows[kept], last[kept]
                 info = {key: value[kept] for key, value in info.items()}
         tensors, generation = self.reader.gather(rows)
-        layout = self.storage.rows.schema.batch
+        layout = self.reader.layout
         if self._flags is None or self._flags.layout is not layout:
             # Rows may have more keys than when the sampler began.
             self._flags = SliceFlags(layout, self.truncated_key, self.init_key)
@@ -427,7 +439,7 @@ class SliceSampler(Sampler):
     def can_sample(self, storage: TensorStorage, batch_size: int) -> bool:
         """Whether a slice can be drawn. Synchronises. Raises RuntimeError if the batch size doesn't fit."""
         _, length = partition(batch_size, self.num_slices, self.slice_len)
-        return super().can_sample(storage, batch_size) and self._can_draw(self.trajectory_index, length)
+        return Sampler.can_sample(self, storage, batch_size) and self._can_draw(self.trajectory_index, length)
 
     def _can_draw(self, index: TrajectoryIndex, length: int) -> bool:
         """Whether there is a slice of ``length`` steps. Synchronises."""

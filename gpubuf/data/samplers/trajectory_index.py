@@ -102,7 +102,6 @@ def fixed_signal(storage: TensorStorage, values: Tensor, by_id: bool) -> Signal:
 
 _draw = without_dispatch(trajectories.draw, given=("rank",))
 _slices = without_dispatch(trajectories.slices, given=("start",))
-_update_eligible = without_dispatch(trajectories.update_eligible)
 
 
 @dataclass(frozen=True)
@@ -228,6 +227,8 @@ class TrajectoryIndex(EndBits):
         found = self.trajectories()
         text = f"Did not find a single trajectory with sufficient length: {self.rule.min_len} steps are needed, the "
         text += f"longest of {found} has {found.longest}"
+        if self.rule.past:
+            text += f". Those that begin with the oldest row count from their step {self.rule.past} on, for windows"
         if self.signal.by_id and self.envs == 1 and found.longest == 1 and len(found) > 1:
             text += (
                 ". Every row has another identifier than the one before: if several environments take turns, use a "
@@ -241,13 +242,6 @@ class TrajectoryIndex(EndBits):
             self.ends, self._ring.counters, start, slice_len, self.steps, self.envs
         )
         return found
-
-    def update_eligible(self, eligible: Tensor, n: int, need: int, starts_too: bool) -> Tensor:
-        """See :data:`gpubuf.kernels.trajectories.update_eligible`."""
-        changed: Tensor = _update_eligible(
-            eligible, self.ends, self._ring.counters, n, need, starts_too, self.steps, self.envs
-        )
-        return changed
 
     # Inspection
 

@@ -160,7 +160,8 @@ class Allocation:
         capacity, envs = math.prod(shape), math.prod(shape[1:])
         ring = self.ring(capacity, placement.device)
         if self.laps:
-            ring.set_counters(self.laps * capacity, 0)
+            # An even number of them: no row is lost.
+            ring.set_counters((self.laps + self.laps % 2) * capacity, 0)
             ring.skipped = ring.written
         host = self.host_rows(schema.written.host, capacity, ring) if schema.written.host else None
         sharing = None

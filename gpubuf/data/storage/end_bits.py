@@ -18,9 +18,10 @@ from gpubuf.data.storage.ring import Ring
 from gpubuf.kernels import config, trajectories
 from gpubuf.kernels._registry import Backend, past_dispatcher, without_dispatch
 from gpubuf.kernels.rows import WRITTEN, table_entry
-from gpubuf.kernels.trajectories import Rule
+from gpubuf.kernels.trajectories import Demand, Rule
 
 _update = without_dispatch(trajectories.update)
+_update_eligible = without_dispatch(trajectories.update_eligible)
 _cpu = Backend("gpubuf.kernels.trajectories._cpu")
 _bounds = without_dispatch(trajectories.bounds, given=("row",))
 
@@ -290,3 +291,10 @@ class EndBits:
         """
         first, last, length = _bounds(self.ends, self._ring.counters, row, self.steps, self.envs)
         return first, last, length
+
+    def update_eligible(self, eligible: Tensor, n: int, demand: Demand) -> Tensor:
+        """Bits of rows that may be drawn: see :data:`gpubuf.kernels.trajectories.update_eligible`."""
+        need, starts_too, *back = demand
+        tensors, shape = (eligible, self.ends, self._ring.counters), (self.steps, self.envs)
+        changed: Tensor = _update_eligible(*tensors, n, need, starts_too, *shape, *back)
+        return changed

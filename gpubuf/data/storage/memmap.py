@@ -104,7 +104,7 @@ class MappedFiles(Allocation):
         layout = with_tree(RowLayout(data, self.ndim, frozenset(map(str, ignored))), content.get("tree"))
         self.mapped = Counters(folder / COUNTERS_FILE)
         tensors = layout.collect(data, self.ndim)
-        turned = self.mapped.recover([tensor.flatten(0, self.ndim - 1) for tensor in tensors], math.prod(shape))
+        self.mapped.recover([tensor.flatten(0, self.ndim - 1) for tensor in tensors], math.prod(shape))
         written, size = int(self.mapped.ring[rows.WRITTEN]), int(self.mapped.ring[rows.SIZE])
         if not 0 <= size <= min(written, math.prod(shape)):
             raise ValueError(f"{folder / COUNTERS_FILE} is damaged: {size} rows of {written} written, room for {shape}")
@@ -112,7 +112,6 @@ class MappedFiles(Allocation):
         columns = Columns.separate(map(Column, tensors), layout.leaves)
         found = self.rows_in(columns, self.schema_like(layout), shape, _ON_CPU)
         found.ring.set_counters(written, size)
-        found.ring.past_lost = turned
         return found
 
     def memory(self, schema: Schema, shape: tuple[int, ...], placement: Placement) -> Columns:

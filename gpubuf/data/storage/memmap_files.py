@@ -420,7 +420,7 @@ class Counters:
     def __exit__(self, *error: object) -> None:
         self._words[_STATE] = IDLE
 
-    def recover(self, columns: Sequence[Tensor], capacity: int) -> bool:
+    def recover(self, columns: Sequence[Tensor], capacity: int) -> None:
         """Drop or name the rows of a write that a killed process has left unfinished, if there is one.
 
         Of a ring that had gone round, a write at the cursor replaces the oldest rows: the others are moved to the
@@ -429,9 +429,6 @@ class Counters:
         Args:
             columns: the rows, ``[capacity, ...]`` for each key.
             capacity: rows.
-
-        Returns:
-            Whether rows were moved.
 
         Raises:
             RuntimeError: the process is still there.
@@ -446,9 +443,8 @@ class Counters:
                 )
             time.sleep(1e-3)
         state, written, size, n = words[_STATE : _ROWS + 1].tolist()
-        moved = False
         if state == IDLE:
-            return moved
+            return
         where, possible = self._path.parent, 0 <= size <= min(written, capacity) and n > 0
         possible &= words[rows.WRITTEN] in (written, written + n)
         if state == OVERWRITING and possible:
@@ -459,11 +455,11 @@ class Counters:
             )
         elif state == APPENDING and possible:
             kept = max(0, min(size, capacity - n))
-            moved = kept < size
-            if moved:
+            if kept < size:
                 # Who is killed in here leaves no row that counts.
+                # An odd number of laps: steps before these rows are lost.
                 written, first, words[rows.WRITTEN] = (
-                    -(-(written + n) // capacity) * capacity,
+                    (-(-(written + n) // capacity) | 1) * capacity,
                     written - kept,
                     written + n,
                 )
@@ -474,11 +470,10 @@ class Counters:
             self.ring[: rows.SIZE + 1] = torch.tensor([written, kept], device="cpu")
             logger.warning("%s: a process was killed while it wrote %d rows: they are gone", where, n)
         else:
-            laps = -(-words[rows.WRITTEN] // capacity)
+            laps = -(-words[rows.WRITTEN] // (2 * capacity)) * 2
             self.ring[: rows.SIZE + 1] = torch.tensor([laps * capacity, 0], device="cpu")
             logger.warning("%s: a process was killed while it replaced all rows: they are gone", where)
         words[_STATE] = IDLE
-        return moved
 
 
 def _rotate(column: Tensor, first: int) -> None:

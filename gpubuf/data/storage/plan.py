@@ -5,10 +5,12 @@ They alone call the kernels of :mod:`gpubuf.kernels.rows`.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, Protocol, cast
 
 import torch
@@ -16,12 +18,14 @@ from torch import Tensor
 
 from gpubuf.data.arguments import Missing
 from gpubuf.data.storage.column import Column
-from gpubuf.data.storage.layout import Key, Leaf, RowLayout, as_key, as_written, rows_in
+from gpubuf.data.storage.layout import OF_A_DRAW, Key, Leaf, Node, RowLayout, as_key, as_written, rows_in
 from gpubuf.data.storage.ring import Ring
 from gpubuf.data.storage.schema import END_NAMES, NEXT_KEY, Schema, check_tells_ends, default_ends
 from gpubuf.data.storage.tree_layout import layout_of
+from gpubuf.data.storage.windows import Window, as_windows
 from gpubuf.kernels import rows
 from gpubuf.kernels._registry import Backend, in_memory, launches_kernels, past_dispatcher, without_dispatch
+from gpubuf.kernels.rows._cpu import drawn_rows, kept_rows
 
 NOT_INITIALIZED = "the storage is not initialized: write a batch first"
 _NO_LAYOUT = cast("RowLayout", Missing(NOT_INITIALIZED))
@@ -67,7 +71,7 @@ class RowPlan:
     @property
     def needs_ends(self) -> bool:
         """Whether batches depend on where trajectories end."""
-        return self.recipe.n_steps > 1
+        return self.recipe.needs_ends
 
     def check_rows(self, schema: Schema) -> None:
         """Raise if rows of ``schema`` lack what the recipe needs. See :meth:`Recipe.check_rows`."""
@@ -160,12 +164,22 @@ class RowPlan:
         n_bytes = rows.arena_offsets([leaf.row_bytes], n)[1]
         return rows_in(_gather(table, ring, index, self._capacity, n_bytes, *self._reading)[0], leaf, n)
 
-    def sample_uniform(self, rng: Tensor, n: int) -> tuple[list[Tensor], Tensor, Tensor]:
-        """``n`` rows drawn uniformly with replacement. One launch, no host sync.
+    def count_drawn(self) -> Tensor:
+        """From how many rows :meth:`sample_uniform` draws: int64, 0-dim. No host sync."""
+        return kept_rows(self._ring.counters, self._capacity, rows.Reading(*self._reading))
+
+    def draw(self, uniforms: Tensor, law: Law | None = None) -> Tensor:
+        """The positions of the rows that :meth:`sample_uniform` draws by uniforms, float64 ``[n]``. No host sync."""
+        reading = self._reading if law is None else law.reading(self._reading, self.device)
+        return drawn_rows(uniforms, self._ring.counters, self._capacity, rows.Reading(*reading))
+
+    def sample_uniform(self, rng: Tensor, n: int, law: Law | None = None) -> tuple[list[Tensor], Tensor, Tensor]:
+        """``n`` rows drawn with replacement. One launch, no host sync.
 
         Args:
             rng: random state as in :mod:`gpubuf.kernels.philox`, on the device of the table.
             n: number of rows.
+            law: of their probabilities; None: all are the same.
 
         Returns:
             One tensor ``[n, ...]`` for each key, and of the drawn rows the flat positions and the write generations,
@@ -175,11 +189,12 @@ class RowPlan:
         if table is None:
             raise RuntimeError(NOT_INITIALIZED)
         layout, ring = self.layout, self._ring.counters
+        reading = self._reading if law is None else law.reading(self._reading, table.device)
         if past_dispatcher(table):
             tensors = layout.allocate(n)
-            return tensors, *_cpu.read(table, ring, rng, None, n, self._capacity, tensors, self._reading)
+            return tensors, *_cpu.read(table, ring, rng, None, n, self._capacity, tensors, reading)
         n_bytes = layout.arena(n).n_bytes
-        arena, index, generation = _sample(table, ring, rng, n, self._capacity, n_bytes, *self._reading)
+        arena, index, generation = _sample(table, ring, rng, n, self._capacity, n_bytes, *reading)
         return layout.cut(arena, n), index, generation
 
     # Writing: sources are tensors ``[n, ...]`` for each key of the layout, on the device of the table
@@ -318,11 +333,20 @@ def field_table(fields: Sequence[rows.Field], device: torch.device) -> Tensor:
 
 REWARD_KEYS: tuple[Key, ...] = (("next", "reward"),)
 STEPS_KEY: Key = ("steps_to_next_obs",)
-_INT64 = rows.dtype_code(torch.int64)
-_STEPS_FIELD = rows.Field(
-    device_rows=0, row_bytes=8, split=0, host_rows=0, row_stride=8, kind=rows.STEPS,
-    stored=_INT64, written=_INT64, batch=_INT64, elements=1, writes=0,
-)  # fmt: skip
+
+
+def _told(kind: int, dtype: torch.dtype) -> rows.Field:
+    """A field of what is told of the rows, which is stored nowhere."""
+    code, size = rows.dtype_code(dtype), dtype.itemsize
+    of_column = {"device_rows": 0, "row_bytes": size, "split": 0, "host_rows": 0, "row_stride": size}
+    return rows.Field(**of_column, kind=kind, stored=code, written=code, batch=code, elements=1, writes=0)
+
+
+class Law(Protocol):
+    """How often rows are drawn: see :mod:`gpubuf.data.samplers.laws`."""
+
+    def reading(self, reading: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+        """A :class:`gpubuf.kernels.rows.Reading`, or its first entries, with this law."""
 
 
 class Processing(Protocol):
@@ -359,6 +383,9 @@ class Recipe:
             ``"truncated"`` that are stored under ``"next"``, or else at the root.
         traj_key: identifiers of trajectories, which tell the ends instead of flags.
         processing: what happens to the keys of a batch; None: nothing.
+        windows: the steps around a drawn row that keys have: one :class:`Window` for all, or one for each key that has
+            several, which stands for all keys below it. From ``n_steps`` 2 on a key under ``"next"`` has those around
+            the last row.
 
     Keys may be given as users write them; the attributes are tuples of names.
 
@@ -374,6 +401,7 @@ class Recipe:
     end_keys: Sequence[Any] | None = None
     traj_key: Any = None
     processing: Processing | None = None
+    windows: Any = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.n_steps, bool) or not isinstance(self.n_steps, int):
@@ -389,11 +417,57 @@ class Recipe:
         object.__setattr__(self, "reward_keys", _keys("reward_keys", self.reward_keys))
         object.__setattr__(self, "end_keys", _keys("end_keys", self.end_keys))
         object.__setattr__(self, "traj_key", None if self.traj_key is None else as_key(self.traj_key))
+        object.__setattr__(self, "windows", as_windows(self.windows))
 
     @property
     def is_plain(self) -> bool:
         """Whether a batch is a copy of rows, so that storages are read as they are."""
-        return self.n_steps == 1 and self.processing is None
+        return self.takes_single_rows and self.processing is None
+
+    @property
+    def takes_single_rows(self) -> bool:
+        """Whether a row of a batch is made of one row."""
+        return self.n_steps == 1 and not self.windows
+
+    @property
+    def needs_ends(self) -> bool:
+        """Whether batches depend on where trajectories end."""
+        return self.n_steps > 1 or any(window.needs_ends for _, window in self.windows)
+
+    @property
+    def past(self) -> int:
+        """Steps before a drawn row that must not have been overwritten."""
+        before: list[int] = [-window.first for _, window in self.windows]
+        return max(0, *before) if before else 0
+
+    @property
+    def whole(self) -> tuple[int, int] | None:
+        """How many steps before and after a drawn row must be stored, and in its trajectory. None: any row is drawn."""
+        skipping = [(key, window) for key, window in self.windows if window.outside == "skip"]
+        if not skipping:
+            return None
+        # Windows of keys under "next" are around the last row.
+        after = [window.last + (self.n_steps - 1 if key[:1] == (NEXT_KEY,) else 0) for key, window in skipping]
+        return max(0, *(-window.first for _, window in skipping)), max(0, *after)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Offsets of the rows that a batch has of each drawn one, where no trajectory ends."""
+        found = {0, self.n_steps - 1}
+        for key, window in self.windows:
+            base = self.n_steps - 1 if key[:1] == (NEXT_KEY,) else 0
+            found.update(range(base + window.first, base + window.last + 1, window.step))
+        return tuple(sorted(found))
+
+    @functools.cached_property
+    def masks(self) -> list[Any]:
+        """Keys of batches that say which slots of windows are outside."""
+        return [as_written(window.mask) for _, window in self.windows if window.mask]
+
+    def window_of(self, key: Key) -> Window | None:
+        """The window of a key: its own, or that of the nearest key above it."""
+        above = [(len(other), window) for other, window in self.windows if key[: len(other)] == other]
+        return max(above, key=itemgetter(0))[1] if above else None
 
     def same_ends(self, other: Recipe) -> bool:
         """Whether the same keys tell where trajectories end."""
@@ -409,31 +483,89 @@ class Recipe:
         """
         if self.processing is not None:
             self.processing.check(schema.batch.leaves)
-        if self.n_steps == 1:
+        if self.takes_single_rows:
             return
-        late = [as_written(key) for key in schema.written.host if key[:1] == (NEXT_KEY,)]
-        if late:
-            raise ValueError(f"{late} are not tensors, and can't be those of a later row: n-step batches lack them")
         layout = schema.written
+        late = [as_written(key) for key in layout.host if self._takes_other_row(key)]
+        if late:
+            raise ValueError(f"{late} are not tensors, and can't be those of other rows: batches of {self} lack them")
         if layout.nested_batch:
             raise ValueError(
-                f"n_steps={self.n_steps} needs the steps of each environment in order, but the rows have batch "
-                f"dimensions of their own, {list(layout.nested_batch)}: give the storage so many more, as ndim="
+                f"batches of {self} need the steps of each environment in order, but the rows have batch dimensions of "
+                f"their own, {list(layout.nested_batch)}: give the storage so many more, as ndim="
                 f"{1 + len(layout.nested_batch)} in place of 1"
             )
-        if layout.position(STEPS_KEY) is not None:
-            raise ValueError(
-                f"n_steps={self.n_steps} makes the key {STEPS_KEY[0]!r}, which the rows have already: they were made "
-                "n-step transitions before they were written"
-            )
-        for position in self.rewards(schema):
+        for key in self._told(schema.batch):
+            if key in OF_A_DRAW or layout.position(key) is not None:
+                whose = "draws" if key in OF_A_DRAW else "the rows"
+                raise ValueError(f"batches of {self} get a key {as_written(key)!r}, which {whose} have already")
+        rewards = self.rewards(schema)
+        for position in rewards:
             leaf = schema.batch.leaves[position]
             if not leaf.dtype.is_floating_point or leaf.dtype not in rows.DTYPES:
                 raise ValueError(
                     f"n_steps={self.n_steps} sums the reward {leaf.name} with discounts, but it is {leaf.dtype}: write "
                     "floating-point numbers of 16, 32 or 64 bits, or give the storage batch_dtypes"
                 )
-        self.ends(schema)
+        for key, window in self.windows:
+            self._check_window(key, window, schema, rewards)
+        if self.needs_ends:
+            self.ends(schema)
+        self.layout(schema.batch)
+
+    def _takes_other_row(self, key: Key) -> bool:
+        """Whether batches have a key of another row than the drawn one."""
+        return self.window_of(key) is not None or (self.n_steps > 1 and key[0] == NEXT_KEY)
+
+    def _check_window(self, key: Key, window: Window, schema: Schema, rewards: frozenset[int]) -> None:
+        """Raise a KeyError or a ValueError if rows of ``schema`` can't be given in a window."""
+        layout, name, looks_back = schema.written, as_written(key), window.first < 0
+        found = [position for position, leaf in enumerate(layout.leaves) if leaf.key[: len(key)] == key]
+        if not found:
+            raise KeyError(f"there is a window of {name!r}, which is not stored; the keys are {layout.keys}")
+        told = window.mask or window.is_first
+        if isinstance(layout.root, int) and told:
+            raise ValueError(f"a batch that is a single tensor has no place for {told}: rows of a TensorDict have")
+        for position in found:
+            leaf, node = layout.leaves[position], layout.root
+            if position in rewards:
+                raise ValueError(f"n_steps={self.n_steps} sums {leaf.name}: there is no window of it")
+            for part in leaf.key:
+                if isinstance(node, Node):
+                    if node.batch_suffix:
+                        raise ValueError(
+                            f"{leaf.name} has batch dimensions of its own, {node.batch_suffix}, and there is no window "
+                            "of such a key: write it in a TensorDict without them"
+                        )
+                    node = node.children[part]
+            follows = schema.sources[position].follows
+            if key[:1] != (NEXT_KEY,):
+                continue
+            if told and (self.n_steps > 1 or (follows and looks_back)):
+                raise ValueError(f"mask and is_first tell of windows of root keys: {leaf.name} is that of other rows")
+            twin = leaf.key[1:]
+            if (
+                looks_back
+                and not follows
+                and window.outside in ("repeat", "zero")
+                and layout.position(twin) is not None
+            ):
+                # Before the first row's next observation comes its own, which is not in the memory of this key.
+                raise ValueError(
+                    f"a window of {leaf.name} goes back from {as_written(twin)!r} on only if both are stored once: "
+                    f"give the storage share_next=[{as_written(twin)!r}]"
+                )
+
+    def _told(self, layout: RowLayout) -> dict[Key, rows.Field]:
+        """The fields of what batches tell of their rows, by key."""
+        found = {} if self.n_steps == 1 else {STEPS_KEY: _told(rows.STEPS, torch.int64)}
+        for _, window in self.windows:
+            for key, kind in ((window.mask, rows.PADDED), (window.is_first, rows.IS_FIRST)):
+                if key is not None:
+                    field = replace(_told(kind, torch.bool), **window.options)
+                    if found.setdefault(key, field) != field:
+                        raise ValueError(f"{as_written(key)!r} can't tell of two windows that differ")
+        return found
 
     def rewards(self, schema: Schema) -> frozenset[int]:
         """The keys that are summed: their positions in batches of ``schema``.
@@ -452,25 +584,37 @@ class Recipe:
             leaves = schema.batch.leaves
             options = [self.processing.options(leaf.key) for leaf in leaves]
             fields = [replace(field, **own) for field, own in zip(fields, options, strict=True)]
-        if self.n_steps == 1:
+        if self.takes_single_rows:
             return fields
-        rewards, chosen = self.rewards(schema), []
+        rewards, chosen = self.rewards(schema), self._told(schema.batch)
         for position, (leaf, field) in enumerate(zip(schema.batch.leaves, fields, strict=True)):
             if position in rewards:
                 field = replace(field, kind=rows.SUM)
-            elif leaf.key[0] == NEXT_KEY and field.kind != rows.NEXT:
+            elif self.n_steps > 1 and leaf.key[0] == NEXT_KEY and field.kind != rows.NEXT:
                 field = replace(field, kind=rows.LAST)
-            chosen.append(field)
-        return [*chosen, _STEPS_FIELD]
+            window = self.window_of(leaf.key)
+            chosen[leaf.key] = field if window is None else replace(field, **window.options)
+        return [chosen[leaf.key] for leaf in self.layout(schema.batch).leaves]
 
     def layout(self, layout: RowLayout) -> RowLayout:
-        """The layout of a batch, from that of single rows: with the number of steps where there are several."""
-        if self.n_steps == 1:
+        """The layout of a batch, from that of single rows: with windows, and with what is told of the rows."""
+        if self.takes_single_rows:
             return layout
-        # One element each, whatever the shape.
-        example = [torch.empty((), dtype=leaf.dtype, device="cpu").expand(1, *leaf.shape) for leaf in layout.leaves]
-        steps = {STEPS_KEY: torch.empty((1, 1), dtype=torch.int64, device="cpu")}
-        return layout_of(layout.assemble(example, (1,), None, steps), 1)
+        example = []
+        for leaf in layout.leaves:
+            window = self.window_of(leaf.key)
+            shape = leaf.shape if window is None else window.shape_of(leaf)
+            # One element each, whatever the shape.
+            example.append(torch.empty((), dtype=leaf.dtype, device="cpu").expand(1, *shape))
+        told = {
+            key: torch.empty((1, field.window), dtype=rows.DTYPES[field.batch], device="cpu")
+            for key, field in self._told(layout).items()
+        }
+        return layout_of(layout.assemble(example, (1,), None, told), 1)
+
+    def __str__(self) -> str:
+        """What batches are of, for messages."""
+        return f"n_steps={self.n_steps}" + (" and windows" if self.windows else "") if self.n_steps > 1 else "windows"
 
     def ends(self, schema: Schema) -> tuple[tuple[int, ...], bool]:
         """Which keys tell the ends of trajectories: their positions in ``schema``, and whether they are identifiers.
@@ -493,7 +637,7 @@ class Recipe:
         found = default_ends(lambda key: layout.position(key) is not None)
         if not found:
             raise KeyError(
-                f"n_steps={self.n_steps} needs the ends of trajectories, and none of "
+                f"batches of {self} need the ends of trajectories, and none of "
                 f"{[(NEXT_KEY, name) for name in END_NAMES]} is stored: give end_keys; the keys are {layout.keys}"
             )
         return found

@@ -203,7 +203,7 @@ class Readers:
         if processing is not None:
             processing.bind(rows.schema.batch.leaves, rows.envs, rows.device)
             draws, noise = processing.draws, processing.noise
-        bits = self.end_bits.ends if self.end_bits is not None and recipe.n_steps > 1 else None
+        bits = self.end_bits.ends if self.end_bits is not None and recipe.needs_ends else None
         links = None if rows.sharing is None else rows.sharing.links
         plan.set(
             recipe.layout(rows.schema.batch),
@@ -213,6 +213,8 @@ class Readers:
             reading=Reading(
                 *(bits, links, noise, rows.envs, recipe.n_steps, recipe.gamma, draws),
                 on_host=rows.placement.on_host(rows.shape[0]),
+                past=recipe.past,
+                windows=bool(recipe.windows),
             ),
         )
 

@@ -21,13 +21,12 @@ class Ring:
 
     Attributes:
         counters: int64 ``[4]``; see :mod:`gpubuf.kernels.rows`.
-        written: number of rows ever written (mirror). :meth:`empty` moves it on to a multiple of the capacity.
+        written: number of rows ever written (mirror). :meth:`empty` moves it on to a multiple of twice the capacity,
+            and rows that another ring has lost count as a round: see :func:`gpubuf.kernels.rows.has_lost`.
         skipped: how far ``written`` is ahead of the number of rows that users count.
         size: number of valid rows, at positions ``0 .. size - 1`` (mirror).
         replaced: how often the counters were set, for all rows were replaced.
         rewritten: how many times each row was overwritten out of turn, int64 ``[capacity]``; None: none ever was.
-        past_lost: whether the rows are those of a smaller ring that was full, so that the steps before the oldest one
-            were overwritten there.
     """
 
     def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
@@ -38,7 +37,6 @@ class Ring:
         self.size = 0
         self.replaced = 0
         self.rewritten: Tensor | None = None
-        self.past_lost = False
 
     @property
     def cursor(self) -> int:
@@ -57,7 +55,7 @@ class Ring:
 
     def set_counters(self, written: int, size: int) -> None:
         """Set mirror and counters."""
-        self.written, self.size, self.skipped, self.past_lost = written, size, 0, False
+        self.written, self.size, self.skipped = written, size, 0
         self.replaced += 1
         self.counters.copy_(torch.tensor([written, size, 0, 0], device="cpu"), non_blocking=True)
 
@@ -68,15 +66,16 @@ class Ring:
         """
         # On the device too by arithmetic, not from the mirror: that is behind after the replay of a captured graph.
         # In one step, for an interrupt between several would leave rows behind that were never written.
-        lap_end = (self.counters[rows.WRITTEN] + (self.capacity - 1)).div(self.capacity, rounding_mode="floor")
-        self.counters[: rows.SIZE + 1].copy_(torch.stack([lap_end * self.capacity, torch.zeros_like(lap_end)]))
+        lap = 2 * self.capacity
+        laps = (self.counters[rows.WRITTEN] + (lap - 1)).div(lap, rounding_mode="floor")
+        self.counters[: rows.SIZE + 1].copy_(torch.stack([laps * lap, torch.zeros_like(laps)]))
         each_run(self.counters, self._empty_mirror, recount)
 
     def _empty_mirror(self, recount: bool) -> None:
-        lap_end = -(-self.written // self.capacity) * self.capacity
+        lap_end = -(-self.written // (2 * self.capacity)) * 2 * self.capacity
         self.skipped = lap_end if recount else self.skipped + lap_end - self.written
         self.written = lap_end
-        self.size, self.past_lost = 0, False
+        self.size = 0
 
     # Rows that are not written at the cursor
 

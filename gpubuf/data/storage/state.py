@@ -15,7 +15,7 @@ from gpubuf.data.storage.layout import RowLayout
 from gpubuf.data.storage.schema import Options, Schema, check_same, described, written_leaves
 from gpubuf.data.storage.share_next import CHUNK_BYTES, SharedState, entries_of, full_state, oldest_first, oldest_of
 from gpubuf.data.storage.tree_layout import saved_tree, with_tree
-from gpubuf.kernels.rows import NoRoomError
+from gpubuf.kernels.rows import NoRoomError, has_lost
 
 #: A :class:`gpubuf.data.storage.storage.TensorStorage`, which imports this.
 TensorStorage = Any
@@ -51,7 +51,6 @@ def state_of(storage: TensorStorage) -> dict[str, Any]:
         "skipped": storage.written - storage.rows_written,
         "size": len(storage),
         "rewritten": storage.ring.rewritten,
-        "past_lost": storage.ring.past_lost,
         "rows": parts[0] if len(parts) == 1 else parts,
     }
     state |= saved_tree(storage.written_layout)
@@ -97,8 +96,10 @@ def load(storage: TensorStorage, state: dict[str, Any]) -> Tensor | None:
     if storage.placement is not None and storage.placement.rows_on_host:
         # The host is about to write where the GPU may still be reading.
         host_memory.synchronize(storage.device)
+    # Rows that were lost there are lost here, too: they count as a round.
+    before = state["written"] - size if order is None else storage.max_size * lacks_past(state)
     if anew:
-        _write_anew(storage, {**state, "rows": pieces}, layout, state["written"] - size if order is None else 0)
+        _write_anew(storage, {**state, "rows": pieces}, layout, before)
     for start, part in () if anew else pieces.parts():
         # The oldest step comes to lie first: all others turn with it.
         at = (start - first // per_step) % (old_max // per_step)
@@ -106,7 +107,11 @@ def load(storage: TensorStorage, state: dict[str, Any]) -> Tensor | None:
             before_seam = min(source.shape[0], old_max // per_step - at)
             column.write(at, source[:before_seam])
             column.write(0, source[before_seam:])
-    _set_counters(storage, state, order)
+    storage.ring.set_counters(before + size, size)
+    storage.ring.skipped = before if order is not None else state.get("skipped", 0)
+    if order is None:
+        rewritten = state.get("rewritten")
+        storage.ring.rewritten = None if rewritten is None else rewritten.to(storage.device, copy=True)
     if "marks" in state:
         storage.keep_marks()
     for follower in storage.followers.own:
@@ -120,6 +125,13 @@ def load(storage: TensorStorage, state: dict[str, Any]) -> Tensor | None:
 
 def incoming(storage: TensorStorage, state: dict[str, Any]) -> tuple[dict[str, Any], Schema, RowLayout]:
     """A state with rows that are written as they are or anew, their schema, and their layout."""
+    if state.get("past_lost"):
+        # Of a version that did not count the rows that a smaller ring had lost.
+        counted = {
+            "written": state["written"] + state["max_size"],
+            "skipped": state.get("skipped", 0) + state["max_size"],
+        }
+        state = {**full_state(state, storage.ndim), **counted}
     schema = _schema_for(storage, state)
     layout = schema.stored
     if not _continues(storage, state, schema):
@@ -140,18 +152,7 @@ def incoming(storage: TensorStorage, state: dict[str, Any]) -> tuple[dict[str, A
 
 def lacks_past(state: dict[str, Any]) -> bool:
     """Whether the steps before the oldest one of a state were overwritten."""
-    return state["size"] == state["max_size"] < state["written"] or bool(state.get("past_lost", False))
-
-
-def _set_counters(storage: TensorStorage, state: dict[str, Any], order: Tensor | None) -> None:
-    if order is not None:
-        storage.ring.set_counters(state["size"], state["size"])
-        storage.ring.past_lost = lacks_past(state)
-        return
-    storage.ring.set_counters(state["written"], state["size"])
-    storage.ring.skipped, storage.ring.past_lost = state.get("skipped", 0), state.get("past_lost", False)
-    rewritten = state.get("rewritten")
-    storage.ring.rewritten = None if rewritten is None else rewritten.to(storage.device, copy=True)
+    return bool(has_lost(state["written"], state["size"], state["max_size"]) or state.get("past_lost", False))
 
 
 def _write_anew(storage: TensorStorage, state: dict[str, Any], layout: RowLayout, written: int) -> None:

@@ -137,7 +137,7 @@ class TensorDictMaxValueWriter(Writer):
             ValueError: there is one.
         """
         found = f"a {type(sampler).__name__}" if isinstance(sampler, SliceSampler) else None
-        found = f"n_steps={recipe.n_steps}" if recipe.n_steps > 1 else found
+        found = found if recipe.takes_single_rows else str(recipe)
         found = "relabel" if relabel is not None else found
         if found is not None:
             raise ValueError(

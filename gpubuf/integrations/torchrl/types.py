@@ -145,10 +145,6 @@ class BufferOfTorchRL(Joined, metaclass=_PlainBuffer):
         return self.parts.collate_fn or (lambda rows: rows)
 
     @property
-    def _sample_unit(self: Any) -> Any:
-        return self.parts.unit
-
-    @property
     def _replay_lock(self: Any) -> Any:
         return self.operation.block()
 
@@ -172,7 +168,6 @@ _join(StorageOfTorchRL, "TensorStorage", "LazyTensorStorage", "LazyMemmapStorage
 _join(SamplerOfTorchRL, "Sampler", "RandomSampler", "SamplerWithoutReplacement", "PrioritizedSampler")
 _join(SamplerOfTorchRL, "SliceSampler", "SliceSamplerWithoutReplacement", "PrioritizedSliceSampler")
 _join(Joined, "RoundRobinWriter", "TensorDictRoundRobinWriter", "ImmutableDatasetWriter", "TensorDictMaxValueWriter")
-_join(Joined, "SampleUnit", "Transition", "Sequence")
 _own: Any = globals()
 _kinds = Kinds(*(_own[name] for name in ("LazyTensorStorage", "ListStorage", "RandomSampler", "PrioritizedSampler")))
 _of_tensordicts = _kinds._replace(writer=_own["TensorDictRoundRobinWriter"])

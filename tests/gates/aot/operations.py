@@ -262,16 +262,17 @@ def run_rows(record: Recorder) -> None:
         record.run(rows.sample, table, ring, rng, n, capacity, n_bytes)
         record.run(rows.extend, table, keys(n, n_keys, n_bytes), ring, n, capacity)
         record.run(rows.write, table, keys(n, n_keys, n_bytes), ring, index, capacity)
-    # Codecs alone; windows; observations stored once with random processing; and that in a huge storage.
+    # Codecs alone; transitions; observations stored once with random processing; windows; and all in a huge storage.
     index = ints(256)
-    for capacity, n_steps, links, noise in (
-        (stored, 1, None, None),
-        (stored, 3, None, None),
-        (stored, 3, ints(stored, dtype=torch.int32), rng),
-        (HUGE, 3, ints(HUGE, dtype=torch.int32), rng),
+    for capacity, n_steps, links, noise, windows in (
+        (stored, 1, None, None, False),
+        (stored, 3, None, None, False),
+        (stored, 3, ints(stored, dtype=torch.int32), rng, False),
+        (stored, 1, None, None, True),
+        (HUGE, 3, ints(HUGE, dtype=torch.int32), rng, True),
     ):
         table, ends = ints(8, rows.FIELD), ints(-(-capacity // 64))
-        how = (ends, links, noise, 1, n_steps, 0.99)
+        how = rows.Reading(ends, links, noise, 1, n_steps, 0.99, windows=windows)
         record.run(rows.gather, table, ring, index, capacity, 2**16, *how)
         record.run(rows.sample, table, ring, rng, 256, capacity, 2**16, *how)
     for n_keys, capacity in ((8, stored), (MAX_SOURCES, HUGE)):
@@ -318,7 +319,7 @@ def run_trajectories(record: Recorder) -> None:
         ends, sums = index(steps, 1, fan_out)
         for ranked in variants:
             for by_transition in variants:
-                rank, rule = ints(n) if ranked else None, (slice_len, 1, 0, 0, by_transition)
+                rank, rule = ints(n) if ranked else None, (slice_len, 1, 0, 0, by_transition, 0)
                 record.run(trajectories.draw, ends, sums, ring, ints(3), rank, n, steps, 1, fan_out, *rule)
         record.run(trajectories.slices, ends, ring, ints(n), slice_len, steps, 1)
         record.run(trajectories.bounds, ends, ring, ints(n), steps, 1)
@@ -327,11 +328,12 @@ def run_trajectories(record: Recorder) -> None:
         ends, sums = index(steps, envs, fan_out)
         eligible = ints(trajectories.eligible_words(steps * envs))
         for flag in variants:
-            shape, rule = (steps, envs, fan_out), (4, 1, 0, 0, flag)
+            shape, rule = (steps, envs, fan_out), (4, 1, 0, 0, flag, 0)
             for weights in (sums, None):
                 record.run(trajectories.update, ends, weights, ring, ints(1, rows.ENTRY), flag, n, *shape, *rule)
             record.run(trajectories.resum, ends, sums, ring, *shape, *rule)
             record.run(trajectories.update_eligible, eligible, ends, ring, n, 3, flag, steps, envs)
+            record.run(trajectories.update_eligible, eligible, ends, ring, n, 3, flag, steps, envs, 2, 5)
 
     read(32, 256, 4, 10**6, (False, True))
     read(32, 10**5, 4, 10**6, (True,))

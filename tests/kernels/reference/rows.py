@@ -10,7 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.kernels.rows import DRAWN, IN_SUCCESSOR, LOST, NEXT, OPAQUE, STEPS, SUM, Field, dtype_code
+from gpubuf.kernels.rows import (
+    CROSS,
+    DRAWN,
+    IN_SUCCESSOR,
+    IS_FIRST,
+    LOST,
+    NEXT,
+    OPAQUE,
+    PADDED,
+    STEPS,
+    SUM,
+    ZERO,
+    Field,
+    dtype_code,
+)
 
 #: In place of memory that a field does not have.
 ABSENT = torch.empty(0)
@@ -125,8 +139,15 @@ class StoredOnce:
     def after(self, row: int) -> int:
         return (row + self.envs) % self.capacity
 
+    def before(self, row: int) -> int:
+        return (row - self.envs) % self.capacity
+
+    def age(self, row: int) -> int:
+        """Steps from a row to the newest one."""
+        return ((self.written - 1) // self.envs - row // self.envs) % (self.capacity // self.envs)
+
     def is_newest(self, row: int) -> bool:
-        return row // self.envs == (self.written // self.envs - 1) % (self.capacity // self.envs)
+        return self.age(row) == 0
 
     def next_of(self, key: Any, row: int) -> Tensor:
         if self.is_newest(row):
@@ -199,25 +220,63 @@ class Ring(StoredOnce):
         """How often a row has been written."""
         return len(range(row % self.capacity, self.written, self.capacity))
 
-    def sample(self, uniforms: list[float]) -> list[int]:
-        """The rows that these uniforms draw."""
-        return [min(int(uniform * self.size), self.size - 1) for uniform in uniforms]
+    def sample(self, uniforms: list[float], past: int = 0) -> list[int]:
+        """The rows that these uniforms draw: in the order of their places, or by age if some are left out."""
+        rows = list(range(self.size))
+        if past and self.has_lost:
+            rows = [number % self.capacity for number in range(self.written - self.size, self.written)]
+            rows = rows[min(past * self.envs, self.size - self.envs) :]
+        return [rows[min(int(uniform * len(rows)), len(rows) - 1)] for uniform in uniforms]
 
-    def window(self, row: int, n_steps: int) -> list[int]:
+    def transition(self, row: int, n_steps: int) -> list[int]:
         rows = [row]
         while len(rows) < n_steps and rows[-1] not in self.ends and not self.is_newest(rows[-1]):
             rows.append(self.after(rows[-1]))
         return rows
 
     def read(self, key: Key, row: int, n_steps: int, gamma: float, shift: tuple[int, int]) -> Tensor:
-        rows, kind = self.window(row, n_steps), key.field.kind
+        rows, kind = self.transition(row, n_steps), key.field.kind
         if kind in (SUM, STEPS):
             wide = torch.float64 in (key.column.dtype, key.batch)
             steps = torch.full((key.field.elements,), len(rows), dtype=torch.float64 if wide else torch.float32)
             numbers = steps if kind == STEPS else discounted(key, rows, gamma)
             return computed(key, ABSENT, numbers, shift)
-        stored = self.next_of(key, rows[-1]) if kind == NEXT else key.column[row if kind == DRAWN else rows[-1]]
-        return computed(key, stored[: key.field.elements], ABSENT, shift)
+        field, base = key.field, row if kind in (DRAWN, PADDED, IS_FIRST) else rows[-1]
+        return torch.cat([self.slot(key, base, field.first + w * field.step, shift) for w in range(field.window)])
+
+    def slot(self, key: Key, row: int, offset: int, shift: tuple[int, int]) -> Tensor:
+        """What stands so many steps after a row in a window."""
+        kind, (row, left) = key.field.kind, self.walk(row, offset, key.field.outside == CROSS)
+        if kind == PADDED:
+            return torch.tensor([left != 0]).to(key.batch)
+        if kind == IS_FIRST:
+            return torch.tensor([self.is_first(row)]).to(key.batch)
+        if kind == NEXT and left < 0:
+            # Before the first next observation there is one more: that of the row itself.
+            stored, left = key.column[row], left + 1
+        else:
+            stored = self.next_of(key, row) if kind == NEXT else key.column[row]
+        result = computed(key, stored[: key.field.elements], ABSENT, shift)
+        return torch.zeros_like(result) if left and key.field.outside == ZERO else result
+
+    def walk(self, row: int, by: int, crosses: bool) -> tuple[int, int]:
+        """The row so many steps after another, or before it, as far as rows go; and the steps that are left then."""
+        while by > 0 and not self.is_newest(row) and (crosses or row not in self.ends):
+            row, by = self.after(row), by - 1
+        while by < 0 and self.age(row) + 1 < self.size // self.envs and (crosses or self.before(row) not in self.ends):
+            row, by = self.before(row), by + 1
+        return row, by
+
+    def is_first(self, row: int) -> bool:
+        if self.age(row) + 1 == self.size // self.envs:
+            return not self.has_lost
+        return self.before(row) in self.ends
+
+    @property
+    def has_lost(self) -> bool:
+        return self.written > self.size and (
+            self.size == self.capacity or (self.written - self.size) % (2 * self.capacity) != 0
+        )
 
     def extend(self, sources: list[Tensor], n: int) -> list[int]:
         return self.append([*map(encoded, self.keys, sources)], n)

@@ -27,6 +27,12 @@ def offsets(rule: Rule, length: int) -> list[int]:
     return allowed if length >= rule.min_len else []
 
 
+def counted(found: list[list[int]], beheaded: set[int], past: int, before: int = 0) -> list[list[int]]:
+    """What counts of trajectories: of those that begin with a ``beheaded`` row not the first ``past`` steps."""
+    cut = [trajectory[max(before, past if trajectory[0] in beheaded else 0) :] for trajectory in found]
+    return [trajectory for trajectory in cut if trajectory]
+
+
 def units(found: list[list[int]], rule: Rule, envs: int) -> list[tuple[list[int], int]]:
     """(trajectory, number of the unit within it) for every unit of weight, in the order that ranks count."""
     by_word_of_last_step = sorted(found, key=lambda t: (t[-1] // envs // 64, t[-1] % envs, t[-1]))

@@ -1,0 +1,133 @@
+"""Laws by which rows are drawn with other probabilities than the same for all: by their age, in closed form.
+
+The *rank* of a row counts the rows that were written after it: 0 is the newest one, ``N - 1`` the oldest of ``N`` that
+may be drawn. The rows of a step of several environments follow each other. A law makes a rank of one uniform, in the
+launch that copies the rows. Nothing is stored per row.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gpubuf.kernels.rows import GEOMETRIC, LINEAR, RECENT, Reading
+
+
+class Law:
+    """Base class of laws.
+
+    Attributes:
+        code: which of the laws in :mod:`gpubuf.kernels.rows` it is.
+        numbers: what that needs: float64 ``[2]``. It changes in place, so that captured graphs see it.
+    """
+
+    code: ClassVar[int]
+
+    def __init__(self, *numbers: float) -> None:
+        self.numbers = torch.tensor([*numbers, 0.0, 0.0][:2], dtype=torch.float64, device="cpu")
+        # The last result of `reading`, and what it was of.
+        self._known: tuple[Any, tuple[Any, ...] | None] = (None, None)
+
+    def reading(self, reading: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+        """A :class:`gpubuf.kernels.rows.Reading` on ``device``, or its first entries, with this law."""
+        if self.numbers.device != device:
+            self.numbers = self.numbers.to(device)
+        of, found = self._known
+        if of is not reading or found is None or found[-1] is not self.numbers:
+            found = tuple(Reading(*reading)._replace(law=self.code, numbers=self.numbers))
+            self._known = reading, found
+        return found
+
+
+class Geometric(Law):
+    """Each row is drawn ``decay`` times as often as the one after it: with probability ``decay ** rank / sum``.
+
+    Args:
+        decay: in (0, 1).
+
+    Raises:
+        ValueError: it is not.
+    """
+
+    code = GEOMETRIC
+
+    def __init__(self, decay: float) -> None:
+        if not 0 < decay < 1:
+            raise ValueError(f"decay must be in (0, 1), got {decay}")
+        self.decay = decay
+        super().__init__(math.log(decay))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.decay})"
+
+
+class Linear(Law):
+    """The probability of a row is in proportion to ``N - rank``: the oldest has 1, the newest N parts."""
+
+    code = LINEAR
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class Newest(Law):
+    """Uniform among the newest rows.
+
+    Args:
+        count: how many; of fewer rows all are drawn.
+
+    Raises:
+        ValueError: it is less than 1.
+    """
+
+    code = RECENT
+
+    def __init__(self, count: int) -> None:
+        if count < 1:
+            raise ValueError(f"count must be at least 1, got {count}")
+        self.count = count
+        super().__init__(-math.inf, float(count))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.count})"
+
+
+class EmphasizeRecent(Law):
+    """Emphasizing recent experience: later updates of an episode draw among fewer, newer rows.
+
+    The k-th of K updates draws uniformly among the newest ``max(N * eta ** (1000 * k / K), least)`` rows. Set
+    :attr:`progress` to ``k / K`` before each.
+
+    Reference: Wang and Ross, "Boosting Soft Actor-Critic: Emphasizing Recent Experience without Forgetting the Past",
+    2019.
+
+    Args:
+        eta: in (0, 1]; 0.994 to 0.999 in the paper. 1 is uniform.
+        least: c_min, so many rows are left to draw from, at least 1.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    code = RECENT
+
+    def __init__(self, eta: float = 0.996, least: int = 5000) -> None:
+        if not 0 < eta <= 1 or least < 1:
+            raise ValueError(f"eta must be in (0, 1] and least at least 1, got eta={eta} and least={least}")
+        self.eta, self.least = eta, least
+        super().__init__(0.0, float(least))
+
+    @property
+    def progress(self) -> Tensor:
+        """``k / K``: float64, 0-dim. Set it to a number or to a 0-dim tensor; no host sync, and graphs see it."""
+        return self.numbers[0] / (1000 * math.log(self.eta)) if self.eta < 1 else self.numbers[0]
+
+    @progress.setter
+    def progress(self, value: float | Tensor) -> None:
+        self.numbers[0].copy_(torch.as_tensor(value).detach() * (1000 * math.log(self.eta)), non_blocking=True)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(eta={self.eta}, least={self.least})"

@@ -1,0 +1,79 @@
+"""Laws of drawing: how often each row is drawn, by every backend, with windows, and as they change."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from gpubuf.data import EmphasizeRecent, Geometric, Linear, Newest, RandomSampler
+from gpubuf.data.storage.windows import Window
+from tests.support.drawable_rows import windowed
+from tests.support.slice_model import SliceModel
+from tests.support.sum_tree_checks import chi_square_bound
+
+
+def emphasized(progress):
+    law = EmphasizeRecent(0.999, least=4)
+    law.progress = progress
+    return law
+
+
+#: Each law, and the parts of ``n`` rows, the newest first.
+LAWS = {
+    "geometric": (lambda: Geometric(0.9), lambda n: [0.9**rank for rank in range(n)]),
+    "nearly uniform": (lambda: Geometric(1 - 1e-12), lambda n: [1.0] * n),
+    "steep": (lambda: Geometric(1e-3), lambda n: [1e-3**rank for rank in range(n)]),
+    "linear": (Linear, lambda n: [n - rank for rank in range(n)]),
+    "newest": (lambda: Newest(5), lambda n: [float(rank < 5) for rank in range(n)]),
+    "more than there are": (lambda: Newest(10**9), lambda n: [1.0] * n),
+    "all are emphasized": (lambda: emphasized(0.0), lambda n: [1.0] * n),
+    "half of the way": (lambda: emphasized(0.5), lambda n: [float(rank < max(int(0.999**500 * n), 4)) for rank in range(n)]),
+    "emphasis at its end": (
+        lambda: emphasized(1.0),
+        lambda n: [float(rank < max(int(0.999**1000 * n), 4)) for rank in range(n)],
+    ),
+}
+
+
+def due(model, parts, past=0):
+    """The probability of each row that may be drawn, by its number."""
+    lost = model.written > model.steps
+    steps = list(zip(*model.rows, strict=True))[min(past, model.steps - 1) if lost else 0 :]
+    newest_first = [row.position for step in reversed(steps) for row in reversed(step)]
+    found = parts(len(newest_first))
+    total = math.fsum(found)
+    return {position: part / total for position, part in zip(newest_first, found, strict=True) if part}
+
+
+def assert_as_often(positions, due):
+    drawn = torch.bincount(positions, minlength=max(due) + 1).tolist()
+    assert {position for position, count in enumerate(drawn) if count} <= due.keys()
+    n = positions.numel()
+    some = {position: share * n for position, share in due.items() if share * n >= 5}
+    rest = n - sum(some.values())
+    statistic = sum((drawn[position] - count) ** 2 / count for position, count in some.items())
+    if rest >= 5:
+        statistic += (n - sum(drawn[position] for position in some) - rest) ** 2 / rest
+    assert statistic < chi_square_bound(len(some))
+
+
+@pytest.mark.parametrize("windows", [None, Window(-2, 0), {"number": Window(-1, 1, outside="cross")}])
+@pytest.mark.parametrize("envs", [1, 3])
+@pytest.mark.parametrize("name", LAWS)
+def test_rows_are_drawn_as_often_as_the_law_says(name, envs, windows):
+    """Of a ring with room, a full one, and one that has lost rows; the positions alone are drawn alike."""
+    law, parts = LAWS[name]
+    model = SliceModel(20, envs)
+    buffer = windowed(RandomSampler(law=law()), model, windows)
+    buffer.set_rng(torch.Generator().manual_seed(1))
+    past = buffer.parts.recipe.past
+    for steps in (1, 11, 8, 7):
+        buffer.extend(model.write([[step % 4 == 3] * envs for step in range(steps)]))
+        state = buffer.sampler.random_state("cpu").state_dict()
+        index = buffer.sample(4000)["index"]
+        positions = index if envs == 1 else index[:, 0] * envs + index[:, 1]
+        assert_as_often(positions, due(model, parts, past))
+        buffer.sampler.random_state("cpu").load_state_dict(state)
+        assert torch.equal(buffer.sampler.choose(4000)[0], positions)
