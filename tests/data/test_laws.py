@@ -29,7 +29,10 @@ LAWS = {
     "newest": (lambda: Newest(5), lambda n: [float(rank < 5) for rank in range(n)]),
     "more than there are": (lambda: Newest(10**9), lambda n: [1.0] * n),
     "all are emphasized": (lambda: emphasized(0.0), lambda n: [1.0] * n),
-    "half of the way": (lambda: emphasized(0.5), lambda n: [float(rank < max(int(0.999**500 * n), 4)) for rank in range(n)]),
+    "half of the way": (
+        lambda: emphasized(0.5),
+        lambda n: [float(rank < max(int(0.999**500 * n), 4)) for rank in range(n)],
+    ),
     "emphasis at its end": (
         lambda: emphasized(1.0),
         lambda n: [float(rank < max(int(0.999**1000 * n), 4)) for rank in range(n)],
