@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import gymnasium
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from gpubuf import DQNLoss, HardUpdate, LazyTensorStorage, TensorDictPrioritizedReplayBuffer
 from gpubuf.modules import make_dqn
+from tests.support.dispatched import Dispatched
 
 
 class Table(nn.Module):
@@ -62,6 +64,58 @@ def test_steps_of_a_transition_are_discounted():
     batch = step(torch.tensor([1, 2]), steps_to_next_obs=torch.tensor([[3], [2]]))
     table(double_dqn=True)(batch)
     torch.testing.assert_close(batch["td_error"], torch.tensor([2 - (1 + 0.5**3 * 2.0), 3.0]).square())
+
+
+def by_hand(network: nn.Module, target: nn.Module, batch: TensorDict, gamma: float) -> tuple[Tensor, Tensor]:
+    """Double DQN as one writes it in plain PyTorch: (loss, TD errors)."""
+    after = batch["next"]
+    with torch.no_grad():
+        best = network(after["observation"]).argmax(-1, keepdim=True)
+        value = target(after["observation"]).gather(-1, best)
+        wanted = after["reward"] + gamma ** batch["steps_to_next_obs"] * value * ~after["terminated"]
+    chosen = network(batch["observation"]).gather(-1, batch["action"])
+    each = nn.functional.smooth_l1_loss(chosen, wanted, reduction="none").squeeze(-1)
+    weight = batch["priority_weight"]
+    return (weight * each).sum() / weight.sum(), (wanted - chosen).detach().squeeze(-1)
+
+
+@pytest.mark.parametrize("dueling", [False, True])
+def test_it_is_what_plain_pytorch_says_in_no_more_operations(dueling, backend):
+    """Of images, with weights and several steps: loss, priorities and every gradient."""
+    torch.manual_seed(0)
+    network = make_dqn((2, 9, 8), 4, (16,), layers="minatar", dueling=dueling)
+    loss = DQNLoss(network, loss_function="smooth_l1", double_dqn=True, action_space="categorical")
+    target = copy.deepcopy(network.module)
+    with torch.no_grad():
+        for own, slow in zip(target.parameters(), loss.target_value_network_params.values(True, True), strict=True):
+            own.copy_(slow.neg_())
+    rows = 12
+    images = torch.randint(256, (2, rows, 2, 9, 8), dtype=torch.uint8)
+    flags = {name: torch.rand(rows, 1) < 0.3 for name in ("done", "terminated")}
+    batch = TensorDict(
+        {
+            "observation": images[0],
+            "action": torch.randint(4, (rows, 1)),
+            "next": TensorDict({"observation": images[1], "reward": torch.randn(rows, 1), **flags}, [rows]),
+            "priority_weight": torch.rand(rows),
+            "steps_to_next_obs": torch.randint(1, 4, (rows, 1)),
+        },
+        [rows],
+    )
+    counted = []
+    for compute in (lambda: loss(batch)["loss"], lambda: by_hand(network.module, target, batch, 0.99)[0]):
+        network.zero_grad()
+        compute().backward()
+        network.zero_grad()
+        with Dispatched() as noted:
+            value = compute()
+            value.backward()
+        counted.append((value.detach(), [each.grad.clone() for each in network.parameters()], len(noted.calls)))
+    (ours, slopes, few), (theirs, wanted, many) = counted
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(slopes, wanted, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(batch["td_error"], by_hand(network.module, target, batch, 0.99)[1].square())
+    assert few <= many
 
 
 def test_every_form_of_an_action_is_the_same_action():
