@@ -465,7 +465,7 @@ class Agent:
             model["normalize"] = {"mean": self.normalize.mean().float(), "factor": self.normalize.factor()}
         elif self._images:
             # The policy takes float32, and the network divides bytes alone.
-            model["normalize"] = {"mean": torch.zeros(()), "factor": torch.tensor(1 / 255)}
+            model["normalize"] = {**_AS_THEY_ARE, "factor": torch.tensor(1 / 255, device="cpu")}
         save(path, model)
 
 

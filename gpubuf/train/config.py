@@ -273,6 +273,11 @@ class TrainConfig:
         """Transitions that the buffer holds."""
         return self.buffer_size if self.buffer_size is not None else min(self.total_steps, _DEFAULT_CAPACITY)
 
+    @property
+    def seen(self) -> int:
+        """Observations that the network sees together."""
+        return self.frames or 1
+
     def to_json(self) -> str:
         """The settings as JSON text, in the order of the attributes."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"

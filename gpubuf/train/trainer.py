@@ -72,7 +72,7 @@ class Trainer:
         torch.manual_seed(config.seed)
         shape = self._environments.observation_shape
         # Of a stack the buffer has the newest frame, and makes stacks of its rows.
-        self._newest = slice(-(shape[0] // (config.frames or 1)), None)
+        self._newest = slice(-(shape[0] // config.seen), None)
         self.agent = Agent(config, shape, self._environments.action_size, device)
         self.agent.normalize = _make_normalize(config, shape[0], device)
         self.buffer = _make_buffer(config, device, self.agent.normalize)
@@ -229,8 +229,7 @@ class Trainer:
     def _make_environments(self, count: int, stream: int) -> Environments:
         """Of the run, ``stream`` is the second word of their seed."""
         made = make_environments(self.config.env, count, (self.config.seed, stream), self._device)
-        frames = self.config.frames or 1
-        return made if frames == 1 else Stacked(made, frames)
+        return made if self.config.seen == 1 else Stacked(made, self.config.seen)
 
     def save_model(self, path: Path) -> None:
         """Write the policy to ``path``, for `load_policy`."""
@@ -331,7 +330,7 @@ def make_environments(name: str, num_envs: int, seed: int | Sequence[int], devic
 
 def _rows_apart(config: TrainConfig) -> bool:
     """Whether environments have columns of their own, ``[E, T]``: rows that are read with the next ones need it."""
-    return config.num_envs > 1 and (config.n_steps > 1 or config.share_next or (config.frames or 1) > 1)
+    return config.num_envs > 1 and (config.n_steps > 1 or config.share_next or config.seen > 1)
 
 
 def _transitions(
@@ -361,7 +360,7 @@ def _wrong_kind(config: TrainConfig, environments: Environments) -> str | None:
         return f"{config.env} has {kinds[discrete]} actions, and {learnt}: {advice}"
     if images > algorithm.images:
         return f"{config.env} has images as observations, and {config.algo} learns from features: {advice}"
-    if config.normalize_observations and (images or (config.frames or 1) > 1):
+    if config.normalize_observations and (images or config.seen > 1):
         return f"normalize_observations is for features, and not for images or stacks, as {config.env} has here"
     return None
 
@@ -383,7 +382,7 @@ def _make_normalize(config: TrainConfig, observation_size: int, device: torch.de
 def _make_buffer(
     config: TrainConfig, device: torch.device, normalize: data.Normalize | None
 ) -> data.TensorDictReplayBuffer:
-    apart, frames = _rows_apart(config), config.frames or 1
+    apart, frames = _rows_apart(config), config.seen
     shared = ["observation"] if config.share_next or frames > 1 else False
     # In a storage of one dimension environments take turns.
     envs, largest = None if apart else config.num_envs, config.v_max or _LARGEST_RETURN
