@@ -78,7 +78,7 @@ def test_python_m_gpubuf_is_the_command():
         (["--device", "cuda"], "there is no device cuda"),
         (
             ["--env", "torch/Pendlum"],
-            "unknown environment 'torch/Pendlum'; in torch there are ['torch/Pendulum']",
+            "unknown environment 'torch/Pendlum'; in torch there are ['torch/Catch', 'torch/Pendulum']",
         ),
         (["--cuda-graph"], "--cuda-graph needs a CUDA device, the run is on cpu: say --no-cuda-graph"),
         (["--gamma", "1.5"], "gamma must be in [0, 1], got 1.5"),
