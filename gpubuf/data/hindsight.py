@@ -17,8 +17,9 @@ from gpubuf.data.storage.layout import Key, RowLayout, as_key, as_written
 from gpubuf.data.storage.plan import Recipe, position_of
 from gpubuf.data.storage.schema import NEXT_KEY, Schema
 from gpubuf.data.storage.storage import TensorStorage
+from gpubuf.kernels.rows._cpu import geometric_ranks
 
-STRATEGIES = ("future", "final", "episode")
+STRATEGIES = ("future", "final", "episode", "geometric")
 RELABELLED = "relabelled"
 
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -49,7 +50,10 @@ class Hindsight(TrajectoryBounds):
         goal_key: the goal.
         achieved_key: what a step has achieved, of the goal's shape and dtype.
         strategy: ``"future"``: any step from the row's own on, with equal probability; ``"final"``: the last step;
-            ``"episode"``: any step of the trajectory.
+            ``"episode"``: any step of the trajectory; ``"geometric"``: a step from the row's own on, each ``decay``
+            times as often as the one before it, as far as the trajectory goes.
+        decay: of the geometric strategy, in (0, 1): the discount in contrastive RL (Eysenbach et al., "Contrastive
+            Learning as Goal-Conditioned Reinforcement Learning", NeurIPS 2022).
         ratio: the probability that a row is relabelled; a number, or a 0-dim tensor on the buffer's device that may be
             changed in place, also between replays of a captured step.
         reward_key: the rewards.
@@ -61,7 +65,7 @@ class Hindsight(TrajectoryBounds):
         traj_key: identifiers of trajectories, which tell the ends instead of flags.
 
     Raises:
-        ValueError: the strategy is none of these, or ``ratio`` is a number outside [0, 1].
+        ValueError: the strategy is none of these, ``ratio`` is a number outside [0, 1], or ``decay`` is not in (0, 1).
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class Hindsight(TrajectoryBounds):
         goal_key: Any = "desired_goal",
         achieved_key: Any = ("next", "achieved_goal"),
         strategy: str = "future",
+        decay: float = 0.99,
         ratio: float | Tensor = 0.8,
         reward_key: Any = ("next", "reward"),
         terminated: Callable[[Tensor, Tensor, Data], Tensor] | None = None,
@@ -81,9 +86,11 @@ class Hindsight(TrajectoryBounds):
             raise ValueError(f"strategy must be one of {STRATEGIES}, got {strategy!r}")
         if not isinstance(ratio, Tensor) and not 0 <= ratio <= 1:
             raise ValueError(f"ratio must be in [0, 1], got {ratio}")
+        if not 0 < decay < 1:
+            raise ValueError(f"decay must be in (0, 1), got {decay}")
         self.reward, self.terminated = reward, terminated
         self.goal_key, self.achieved_key, self.reward_key = as_key(goal_key), as_key(achieved_key), as_key(reward_key)
-        self.strategy, self.ratio = strategy, ratio
+        self.strategy, self.decay, self.ratio = strategy, decay, ratio
         super().__init__(Recipe(end_keys=end_keys, traj_key=traj_key))
 
     # What it needs
@@ -161,12 +168,15 @@ class Hindsight(TrajectoryBounds):
         target = last
         if self.strategy != "final":
             start, choices = first, length
-            if self.strategy == "future":
+            if self.strategy != "episode":
                 # Of one environment the rows are the steps.
                 ahead = last - rows if envs == 1 else last // envs - rows // envs
                 start, choices = rows, ahead.remainder(steps) + 1
-            # A uniform is below 1, but its product may be rounded up.
-            chosen = torch.minimum((uniform * choices).to(torch.int64), choices - 1)
+            if self.strategy == "geometric":
+                chosen = geometric_ranks(uniform, choices, math.log(self.decay))
+            else:
+                # A uniform is below 1, but its product may be rounded up.
+                chosen = torch.minimum((uniform * choices).to(torch.int64), choices - 1)
             # Steps of an environment are so many rows apart.
             target = (start + chosen * envs).remainder(steps * envs)
         return relabelled, torch.where(relabelled, target, rows)

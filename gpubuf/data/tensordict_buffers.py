@@ -185,7 +185,9 @@ class TensorDictReplayBuffer(ReplayBuffer):
         told = get(f"{self.priority_key}_mask" if plain else priority_mask_key(self.priority_key), None)
         collected, n = get(MASK_KEY[0], None), data.numel()
         masks = [] if told is None and collected is None else masks_of(told, collected)
-        masks += masks_in(data, self.parts.recipe.masks, priority)
+        # Past a call: most batches have none.
+        if padded := self.parts.recipe.masks:
+            masks += masks_in(data, padded, priority)
         if priority.dim() != 1 or priority.numel() != n or (index.dim() != 1 and self.parts.storage.ndim == 1):
             index, priority, generation = self._by_row(data, index, priority, generation, masks)
         if masks:

@@ -430,6 +430,11 @@ def drawn_rows(uniforms: Tensor, ring: Tensor, capacity: int, how: Reading) -> T
     return ((uniforms * kept).long().minimum(kept - 1) + oldest).remainder_(capacity)
 
 
+def geometric_ranks(uniforms: Tensor, count: Tensor, a: Tensor | float) -> Tensor:
+    """Of ``count`` ranks from 0 on one for each uniform, with probabilities in proportion to ``exp(a * rank)``."""
+    return ((1 - uniforms * (1 - (a * count.double()).exp())).log() / a).long().minimum(count - 1)
+
+
 def _ranks(uniforms: Tensor, kept: Tensor, how: Reading) -> Tensor:
     """Ranks by a law, among so many rows: 0 is the newest."""
     rank: Tensor
@@ -444,9 +449,8 @@ def _ranks(uniforms: Tensor, kept: Tensor, how: Reading) -> Tensor:
     assert how.numbers is not None
     a, b = how.numbers
     if how.law == GEOMETRIC:
-        rank = ((1 - uniforms * (1 - (a * kept).exp())).log() / a).long().minimum(kept - 1)
-        return rank
-    among = (a.exp() * kept).maximum(b).long().clamp(min=1).minimum(kept)
+        return geometric_ranks(uniforms, kept, a)
+    among = (a.exp() * kept).maximum(b).minimum(kept.double()).long().clamp(min=1)
     rank = (uniforms * among).long().minimum(among - 1)
     return rank
 
@@ -488,10 +492,8 @@ def _pieces(
 ) -> tuple[Tensor, list[Tensor]]:
     """An arena for a batch of ``n`` rows, and each key's piece of it, ``[n, width]``. It checks arguments."""
     check_storage(table, ring, capacity)
-    plain = table.shape[1] == ENTRY
-    if not plain:
-        check_reading(Reading(*reading), capacity)
-    widths = table[:, ROW_BYTES if plain else BATCH_BYTES].tolist()
+    check_reading(Reading(*reading), capacity)
+    widths = table[:, ROW_BYTES if table.shape[1] == ENTRY else BATCH_BYTES].tolist()
     offsets, size = arena_offsets(widths, n)
     if size != arena_bytes:
         raise ValueError(f"an arena of {arena_bytes} bytes does not fit {n} rows of {widths} bytes")

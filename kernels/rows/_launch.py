@@ -17,7 +17,7 @@ from gpubuf.kernels._launching import Launch, Variant, all_registers, cdiv, enco
 from gpubuf.kernels._registry import check_devices, device_name, length_of
 from gpubuf.kernels.config import ceil_power, remembered, rows_copy
 from gpubuf.kernels.philox import check_state
-from gpubuf.kernels.rows import ALIGNMENT, ENTRY, WRITTEN, Reading, float_bits
+from gpubuf.kernels.rows import ALIGNMENT, ENTRY, UNIFORM, WRITTEN, Reading, float_bits
 from gpubuf.kernels.rows._check import (
     Source,
     check_count,
@@ -134,7 +134,7 @@ def _read(
     if not trusted:
         check_storage(table, ring, capacity)
     how, plain = Reading(*reading), table.shape[1] == ENTRY
-    if not plain and not trusted:
+    if not trusted:
         check_reading(how, capacity)
     other = rng if given is None else given
     if not trusted or (other is not None and other.get_device() != table.get_device()):
@@ -146,17 +146,20 @@ def _read(
         ends = how.ends if how.n_steps > 1 or windows else None
         memory = (ends, how.links, how.noise)
         computed = (*[tensor is not None for tensor in memory], *how[3:7], how.past, windows)
-    known = prepared_read(device, table.shape[0], n, capacity, arena_bytes, rng is not None, computed, how.on_host)
+    law = None if rng is None else how.law
+    known = prepared_read(device, table.shape[0], n, capacity, arena_bytes, law, computed, how.on_host)
     arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
     generation = torch.empty(n, dtype=torch.int64, device=device)
     index = torch.empty_like(generation) if given is None else given
     if n == 0:
         return arena, index, generation
     tensors: tuple[Tensor, ...]
+    numbers = ring if how.numbers is None else how.numbers
     if not plain:
-        tensors = (*[ring if tensor is None else tensor for tensor in (*memory, rng)], index, arena, generation)
+        some = [ring if tensor is None else tensor for tensor in (*memory, rng)]
+        tensors = (*some, index, arena, generation, numbers)
     elif rng is not None:
-        tensors = (rng, arena, index, generation)
+        tensors = (rng, arena, index, generation, numbers)
     else:
         tensors = (index, arena, generation)
     known((table, ring, *tensors))
@@ -165,7 +168,7 @@ def _read(
 
 @remembered
 def prepared_read(
-    device: torch.device, n_keys: int, n: int, capacity: int, arena_bytes: int, drawn: bool,
+    device: torch.device, n_keys: int, n: int, capacity: int, arena_bytes: int, law: int | None,
     computed: tuple[Any, ...] | None, on_host: float,
 ) -> Launch:  # fmt: skip
     """How a batch of ``n`` rows is launched, which depends on sizes alone.
@@ -174,7 +177,7 @@ def prepared_read(
         device: where.
         n_keys: keys of a row.
         n, capacity, arena_bytes: as of the operations.
-        drawn: the kernel draws the rows.
+        law: by which the kernel draws the rows; None: they are given.
         computed: of a computed batch whether there are ends, links and noise, the numbers of its ``Reading``, and
             whether there are windows.
         on_host: as of ``Reading``.
@@ -182,10 +185,10 @@ def prepared_read(
     Raises:
         ValueError: a row has more than ``MAX_ROW_BYTES`` bytes.
     """
-    flags: dict[str, bool] = {}
+    flags: dict[str, int] = {} if law is None else {"LAW": law}
     registers = None
     if computed is None:
-        kernel = rows_sample_kernel if drawn else rows_gather_kernel
+        kernel = rows_gather_kernel if law is None else rows_sample_kernel
         tile, num_warps = copy_tile(arena_bytes, device)
         numbers: tuple[int, ...] = (n_keys, n, capacity)
     else:
@@ -196,8 +199,8 @@ def prepared_read(
         # Unless it is told that they are there, a compiler of today spills some for more programs side by side.
         registers = all_registers(num_warps) if demanding else None
         numbers = (n_keys, n, capacity // envs, envs, n_steps, float_bits(gamma), draws, past)
-        flags = {"HAS_ENDS": has_ends, "HAS_LINKS": has_links, "HAS_NOISE": has_noise, "SAMPLE": drawn}
-        flags["HAS_WINDOWS"] = windows
+        flags = {"HAS_ENDS": has_ends, "HAS_LINKS": has_links, "HAS_NOISE": has_noise, "SAMPLE": law is not None}
+        flags |= {"HAS_WINDOWS": windows, "LAW": law or UNIFORM}
     if n:
         check_row_bytes(arena_bytes, n)
     row_programs = cdiv(n, tile)

@@ -43,6 +43,8 @@ _write_rows = named("rows._numba_write.write_rows")
 # Results of kernels. Those but DONE have changed nothing: fields are not SIMPLE, or not written as they are stored.
 DONE, REFUSED, NOT_SIMPLE, NOT_AS_STORED = range(4)
 
+_LAW = Reading._fields.index("law")
+
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
@@ -68,14 +70,15 @@ def read(
     addresses = _addresses(targets)
     before: tuple[Any, ...] = (table.data_ptr(), len(targets), ring.data_ptr(), _address(rng), index.data_ptr())
     after: tuple[Any, ...] = (n, capacity, addresses.buffer_info()[0], generation.data_ptr())
-    if len(reading) == len(Reading._fields) and reading[-2]:
-        return _cpu.read(table, ring, rng, given, n, capacity, targets, reading)
+    # Written out: a Reading would take longer.
+    law, numbers, *_ = (*reading[_LAW:], None, None)
+    law = law or 0, _address(numbers)
     if table.shape[1] == ENTRY:
         how = None
-        results = call_in_parts(_copy_batch, before, n, after)
+        results = call_in_parts(_copy_batch, before, n, (*after, *law))
     else:
         how = Reading(*reading)
-        before, after = (*map(_address, how[:3]), *before), (*after, *how[3:7], how.past)
+        before, after = (*map(_address, how[:3]), *before), (*after, *how[3:7], how.past, *law)
         results = call_in_parts(_read_batch, before, n, (*after, True))
         if results[0] == NOT_SIMPLE:
             results = _read_some(table, index, ring, capacity, targets, how, before, after)

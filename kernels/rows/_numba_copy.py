@@ -6,7 +6,17 @@ from numba import carray
 
 from gpubuf.kernels._jit import jit
 from gpubuf.kernels._primitives import as_u8, copy_bytes, fence, load_i64, prefetch_l2, stream_line
-from gpubuf.kernels.rows import DEVICE_ROWS, ENTRIES, HOST_ROWS, PENDING, ROW_BYTES, ROW_STRIDE, SIDE_STRIDE, SPLIT
+from gpubuf.kernels.rows import (
+    DEVICE_ROWS,
+    ENTRIES,
+    HOST_ROWS,
+    PENDING,
+    ROW_BYTES,
+    ROW_STRIDE,
+    SIDE_STRIDE,
+    SPLIT,
+    has_lost,
+)
 
 #: Rows between a prefetch and its copy: time for a miss at the rate of one small row in 6 ns.
 AHEAD = 32
@@ -23,6 +33,9 @@ ASIDE, AT_END, LOST = -1, -2, -(1 << 40)
 def row_address(entry, position):  # type: ignore[no-untyped-def]
     """Address of the row at a position: a device row or a host row."""
     return (entry[DEVICE_ROWS] if position < entry[SPLIT] else entry[HOST_ROWS]) + position * entry[ROW_STRIDE]
+
+
+lost_rows = jit(forceinline=True)(has_lost)
 
 
 @jit(forceinline=True)

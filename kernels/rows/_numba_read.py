@@ -9,11 +9,14 @@ than the first (measured on Zen 4, 1 M rows: 17 µs without and with prefetches 
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
+import math
+
 import numpy as np
 from numba import carray
 
 from gpubuf.kernels._jit import jit, kernel
 from gpubuf.kernels._primitives import (
+    as_f64,
     as_i64,
     as_u8,
     highest_bit,
@@ -37,11 +40,13 @@ from gpubuf.kernels.rows import (
     ENTRY,
     FIELD,
     FIRST,
+    GEOMETRIC,
     HEIGHT,
     HOST_ROWS,
     IS_FIRST,
     KIND,
     LAST,
+    LINEAR,
     NEXT,
     OPAQUE,
     OUTSIDE,
@@ -57,6 +62,7 @@ from gpubuf.kernels.rows import (
     STEPS,
     STORED,
     SUM,
+    UNIFORM,
     WIDTH,
     WINDOW,
     WRITTEN,
@@ -72,6 +78,7 @@ from gpubuf.kernels.rows._numba_copy import (
     copy_row,
     divided,
     forward,
+    lost_rows,
     place_address,
     prefetch_row,
     write_generations,
@@ -83,16 +90,36 @@ _TOGETHER = 1024
 # Copies
 
 
-@jit(forceinline=True)
-def _has_lost(written, size, capacity):  # type: ignore[no-untyped-def]
-    """:func:`gpubuf.kernels.rows.has_lost`."""
-    ahead = written - size
-    return ahead > 0 and (size == capacity or ahead % (2 * capacity) != 0)
+@jit
+def _rows_by_law(seed, offset, kept, law, numbers, rows, n):  # type: ignore[no-untyped-def]
+    """Draw ``n`` of ``kept`` rows, counted from the oldest, by a law; ``numbers`` is 0 if that needs none."""
+    a, b = 0.0, 0.0
+    if numbers != 0:
+        pair = carray(as_f64(numbers), 2)
+        a, b = pair[0], pair[1]
+    for i in range(n):
+        uniform = philox_uniform_f64(seed, offset + i)
+        if law == LINEAR:
+            total = kept * (kept + 1) // 2
+            unit = min(int(uniform * total), total - 1)
+            row = int((math.sqrt(8.0 * unit + 1.0) - 1.0) / 2.0)
+            # The root may be rounded to a neighbour.
+            if row * (row + 1) // 2 > unit:
+                row -= 1
+            if (row + 1) * (row + 2) // 2 <= unit:
+                row += 1
+            rows[i] = row
+        elif law == GEOMETRIC:
+            rank = int(math.log(1.0 - uniform * (1.0 - math.exp(a * kept))) / a)
+            rows[i] = kept - 1 - min(rank, kept - 1)
+        else:
+            among = max(min(int(min(max(math.exp(a) * kept, b), float(kept))), kept), 1)
+            rows[i] = kept - 1 - min(int(uniform * among), among - 1)
 
 
 @jit(forceinline=True)
 def _find_positions(  # type: ignore[no-untyped-def]
-    ring, rng_address, index_address, first, n, capacity, left_out, position
+    ring, rng_address, index_address, first, n, capacity, left_out, law, numbers, position
 ):  # fmt: skip
     """Draw rows ``first .. first + n - 1`` of a batch, or find given ones where ``rng_address`` is 0.
 
@@ -104,8 +131,13 @@ def _find_positions(  # type: ignore[no-untyped-def]
         if size == 0:
             return False
         seed, offset = rng[SEED], rng[OFFSET] + first
-        oldest = (ring[WRITTEN] - size + left_out) % capacity if left_out > 0 else 0
+        oldest = (ring[WRITTEN] - size + left_out) % capacity if left_out > 0 or law != UNIFORM else 0
         size -= left_out
+        if law != UNIFORM:
+            _rows_by_law(seed, offset, size, law, numbers, position, n)
+            for i in range(n):
+                position[i] = index[i] = forward(oldest, position[i], capacity)
+            return True
         for i in range(n):
             row = forward(oldest, min(int(philox_uniform_f64(seed, offset + i) * size), size - 1), capacity)
             index[i] = row
@@ -157,7 +189,7 @@ def _copy_rows(target, entry, rows, n, elsewhere):  # type: ignore[no-untyped-de
 @kernel
 def copy_batch(  # type: ignore[no-untyped-def]
     table_address, n_keys, ring_address, rng_address, index_address, first, n, of, capacity, targets_address,
-    generation_address,
+    generation_address, law, numbers,
 ):  # fmt: skip
     """Rows ``first .. first + n - 1`` of a batch of ``of``: all columns of a table.
 
@@ -166,7 +198,7 @@ def copy_batch(  # type: ignore[no-untyped-def]
     ring = carray(as_i64(ring_address), 4)
     # The memory of the generations holds the positions until the rows are copied.
     position = carray(as_i64(generation_address + 8 * first), n)
-    if not _find_positions(ring, rng_address, index_address, first, n, capacity, 0, position):
+    if not _find_positions(ring, rng_address, index_address, first, n, capacity, 0, law, numbers, position):
         return REFUSED
     table, targets = carray(as_i64(table_address), (n_keys, ENTRY)), carray(as_i64(targets_address), n_keys)
     if n_keys > 0:
@@ -332,7 +364,7 @@ def _find_slots(  # type: ignore[no-untyped-def]
                 at_step, _ = divided(row, envs)
                 until = newest - at_step if at_step <= newest else newest - at_step + steps
                 if until == stored - 1:
-                    row = not _has_lost(written, size, capacity)
+                    row = not lost_rows(written, size, capacity)
                 else:
                     row = ends != 0 and _since_end(ends, steps, envs, env, at_step, 1) == 0
             place[at] = row
@@ -396,7 +428,8 @@ def _has_window(field):  # type: ignore[no-untyped-def]
 @kernel
 def read_batch(  # type: ignore[no-untyped-def]
     ends, links, noise, fields_address, n_fields, ring_address, rng_address, index_address, first, n, of,
-    capacity, targets_address, generation_address, envs, n_steps, gamma: float, draws, past, all_simple: bool,
+    capacity, targets_address, generation_address, envs, n_steps, gamma: float, draws, past, law, numbers,
+    all_simple: bool,
 ):  # fmt: skip
     """As :func:`copy_batch`, of a table of fields.
 
@@ -405,9 +438,9 @@ def read_batch(  # type: ignore[no-untyped-def]
     """
     ring = carray(as_i64(ring_address), 4)
     written, size, at = ring[WRITTEN], ring[SIZE], generation_address + 8 * first
-    left_out = min(past * envs, size - envs) if _has_lost(written, size, capacity) else 0
+    left_out = max(min(past * envs, size - envs), 0) if lost_rows(written, size, capacity) else 0
     position = carray(as_i64(at), n)
-    if not _find_positions(ring, rng_address, index_address, first, n, capacity, left_out, position):
+    if not _find_positions(ring, rng_address, index_address, first, n, capacity, left_out, law, numbers, position):
         return REFUSED
     fields = carray(as_i64(fields_address), (n_fields, FIELD))
     targets = carray(as_i64(targets_address), n_fields)

@@ -26,10 +26,11 @@ Arguments that kernels and helpers share:
 
 * ``fields_ptr``: int64 [n_keys, 40], see :class:`gpubuf.kernels.rows.Field`; ``entry_ptr``: one of them;
 * ``memory``: (ends_ptr, links_ptr, noise_ptr, index_ptr, rng_ptr), see :class:`gpubuf.kernels.rows.Reading`; ``has``
-  says which there are, constexpr: (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE, HAS_WINDOWS). A name would make a number
-  of each;
-* ``before``: (noise_offset, rng_offset, size, oldest, stored, has_lost), the counters before the call: ``size`` rows
-  may be drawn from row ``oldest`` on, ``stored`` steps are there, and ``has_lost`` is 1 where there were more;
+  says which there are, constexpr: (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE, HAS_WINDOWS, LAW). A name would make a
+  number of each;
+* ``before``: (noise_offset, rng_offset, size, oldest, stored, has_lost, law), the counters before the call: ``size``
+  rows may be drawn from row ``oldest`` on, ``stored`` steps are there, ``has_lost`` is 1 where there were more, and
+  ``law`` has the numbers of the law by which rows are drawn;
 * ``batch``: (n, draws), the rows of the batch and the random numbers of a row;
 * ``window``: (newest, steps, envs, n_steps): the newest step, and the ring, ``capacity = steps * envs``.
 """
@@ -42,6 +43,7 @@ from gpubuf.kernels._launching import jit_for_any_size
 from gpubuf.kernels.philox._triton import OFFSET, SEED, TICKET, advance_state, philox_uniform_f64, take_ticket
 from gpubuf.kernels.rows._triton_tiles import (
     SIZE,
+    UNIFORM,
     WRITTEN,
     column_address,
     copy_elements,
@@ -54,6 +56,7 @@ from gpubuf.kernels.rows._triton_tiles import (
     load_as,
     load_column,
     load_key,
+    load_law,
     load_tiles,
     lowest_bit,
     nearest_bit,
@@ -382,14 +385,14 @@ def store_bits(address, bits, shift, unit, mask):
 def load_positions(memory, before, batch, row, capacity, has):
     """(position, whether there is one) of rows of the batch: drawn, or given."""
     _ends_ptr, _links_ptr, _noise_ptr, index_ptr, rng_ptr = memory
-    _noise_offset, rng_offset, size, oldest, _stored, _has_lost = before
+    _noise_offset, rng_offset, size, oldest, _stored, _has_lost, law = before
     n, _draws = batch
     if has[3]:
         # The seed is loaded here: hoisted out of a loop, its round keys would occupy twenty registers.
-        position = draw_position(tl.load(rng_ptr + SEED), rng_offset + row, size)
+        position = draw_position(tl.load(rng_ptr + SEED), rng_offset + row, size, law, has[5])
         valid = position >= 0
-        if has[4]:
-            position = forward(position, oldest, capacity)
+        if has[4] or has[5]:
+            position = tl.where(valid, forward(position, oldest, capacity), -1)
     else:
         position, valid = normalise(tl.load(index_ptr + row, mask=row < n, other=0), capacity)
     return position, valid & (row < n)
@@ -481,7 +484,7 @@ def steps_to_end(ends_ptr, step, env, ahead, limit, words, steps, envs):
 def _load_window(entry_ptr, memory, before, row, slot, kind, window, has):
     """As :func:`load_slots`, around rows ``row``, -1 for those not to be read."""
     ends_ptr, links_ptr, _noise_ptr, _index_ptr, _rng_ptr = memory
-    _noise_offset, _rng_offset, _size, _oldest, stored, has_lost = before
+    _noise_offset, _rng_offset, _size, _oldest, stored, has_lost, _law = before
     newest, steps, envs, _n_steps = window
     first = tl.load(entry_ptr + FIRST)
     by = tl.load(entry_ptr + STEP)
@@ -542,7 +545,7 @@ def load_slots(entry_ptr, memory, before, position, valid, slot, kind, window, h
 def load_moves(memory, before, batch, row, pad, pair, has):
     """How far rows of a batch are shifted down (low 16 bits) and right, both plus ``pad``; int32."""
     _ends_ptr, _links_ptr, noise_ptr, _index_ptr, _rng_ptr = memory
-    noise_offset, _rng_offset, _size, _oldest, _stored, _has_lost = before
+    noise_offset, _rng_offset, _size, _oldest, _stored, _has_lost, _law = before
     _n, draws = batch
     move = (row * 0).to(tl.int32)
     if has[2] and pad > 0:
@@ -807,15 +810,17 @@ def rows_sample_kernel(
     arena_ptr,  # uint8 [arena_bytes], 64-byte aligned
     index_ptr,  # int64 [n], output
     generation_ptr,  # int64 [n]
+    numbers_ptr,  # float64 [2], if LAW is GEOMETRIC or RECENT
     n_keys,
     n,
     capacity,
     row_programs,
+    LAW: tl.constexpr,
     KEYS: tl.constexpr,
     TILE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
-    """index[i] = min(floor(uniform(seed, offset + i) * size), size - 1), then as rows_gather_kernel.
+    """index[i] = min(floor(uniform(seed, offset + i) * size), size - 1), or by LAW, then as rows_gather_kernel.
 
     Every program draws for itself the rows that it copies: the generator is counter-based. Grid: as there.
     """
@@ -824,12 +829,19 @@ def rows_sample_kernel(
     capacity = capacity.to(tl.int64)
     size = tl.load(ring_ptr + SIZE)
     rng_offset = tl.load(rng_ptr + OFFSET)
+    law = load_law(numbers_ptr, LAW)
+    oldest = size * 0
+    if LAW != UNIFORM:
+        oldest = tl.load(ring_ptr + WRITTEN) - size
+        oldest -= quotient(oldest, capacity) * capacity
     # Before the ticket, which waits for the loads before it and holds up those after it.
     tiles, sizes, lanes = load_tiles(table_ptr, n_keys, n, KEYS, TILE)
     ticket = take_ticket(rng_ptr + TICKET)
     if program < row_programs:
         row = program * TILE + tl.arange(0, TILE)
-        position = draw_position(tl.load(rng_ptr + SEED), rng_offset + row, size)
+        position = draw_position(tl.load(rng_ptr + SEED), rng_offset + row, size, law, LAW)
+        if LAW != UNIFORM:
+            position = tl.where(position < 0, -1, forward(position, oldest, capacity))
         generation = generation_of(position, position >= 0, tl.load(ring_ptr + WRITTEN), capacity)
         tl.store(index_ptr + row, position, mask=row < n)
         tl.store(generation_ptr + row, generation, mask=row < n)
@@ -843,7 +855,10 @@ def rows_sample_kernel(
             row, column = rows_and_columns(element, first_word.to(tl.int32), words, TILE)
             mask = row < n - first_row
             # The seed is loaded here: hoisted out of the loop, its round keys would occupy twenty registers.
-            position = draw_tile(tl.load(rng_ptr + SEED), rng_offset + first_row, size, row, words, TILE)
+            seed = tl.load(rng_ptr + SEED)
+            position = draw_tile(seed, rng_offset + first_row, size, law, row, words, LAW, TILE)
+            if LAW != UNIFORM:
+                position = tl.where(position < 0, -1, forward(position, oldest, capacity))
             source = row_address(position, *memory) + (column.to(tl.int64) << shift)
             target = arena_ptr.to(tl.int64) + offset + first_row * row_bytes + (first_word << shift)
             copy_elements(source, target + (element << shift), shift, mask & (position >= 0), mask)
@@ -861,6 +876,7 @@ def rows_compute_kernel(
     index_ptr,  # int64 [n]; with SAMPLE output
     arena_ptr,  # uint8 [arena_bytes], 64-byte aligned
     generation_ptr,  # int64 [n]
+    numbers_ptr,  # float64 [2], if LAW is GEOMETRIC or RECENT
     n_keys,
     n,
     steps,
@@ -875,16 +891,17 @@ def rows_compute_kernel(
     HAS_NOISE: tl.constexpr,
     SAMPLE: tl.constexpr,
     HAS_WINDOWS: tl.constexpr,
+    LAW: tl.constexpr,
     KEYS: tl.constexpr,
     TILE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
     """arena[f, b] = field f of the batch's row b, from row index[b]; generation of that row.
 
-    With SAMPLE index[b] = min(floor(uniform(seed, offset + b) * size), size - 1): every program draws for itself the
-    rows that it makes, for the generator is counter-based. gamma_bits are those of a float64. A row out of range, or
-    whose next observation is lost, reads as zeros and counts as a fault. Without HAS_WINDOWS no field has a window, and
-    ``past`` is 0.
+    With SAMPLE index[b] = min(floor(uniform(seed, offset + b) * size), size - 1), or by LAW: every program draws for
+    itself the rows that it makes, for the generator is counter-based. gamma_bits are those of a float64. A row out of
+    range, or whose next observation is lost, reads as zeros and counts as a fault. Without HAS_WINDOWS no field has a
+    window, and ``past`` is 0.
 
     Grid: (row_programs + any number of tile programs,), where row_programs = cdiv(n, TILE).
     """
@@ -909,6 +926,10 @@ def rows_compute_kernel(
         oldest = written - size + left_out
         oldest = tl.where(left_out > 0, oldest - quotient(oldest, steps * envs) * (steps * envs), 0)
         size -= left_out
+    if LAW != UNIFORM:
+        # A uniform draw need not know the oldest row of all.
+        oldest = written - size
+        oldest -= quotient(oldest, steps * envs) * (steps * envs)
     noise_offset = n * 0
     if HAS_NOISE:
         noise_offset = tl.load(noise_ptr + OFFSET)
@@ -918,20 +939,20 @@ def rows_compute_kernel(
         rng_offset = tl.load(rng_ptr + OFFSET)
         ticket = take_ticket(rng_ptr + TICKET)
     memory = (ends_ptr, links_ptr, noise_ptr, index_ptr, rng_ptr)
-    before = (noise_offset, rng_offset, size, oldest, stored, has_lost)
+    before = (noise_offset, rng_offset, size, oldest, stored, has_lost, load_law(numbers_ptr, LAW))
     batch = (n, draws)
     window = (newest_step(written, steps, envs), steps, envs, n_steps.to(tl.int64))
     if program < row_programs:
         row = program * TILE + tl.arange(0, TILE)
         # A name for these would make numbers of them.
         position, valid = load_positions(
-            memory, before, batch, row, steps * envs, (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE, HAS_WINDOWS)
+            memory, before, batch, row, steps * envs, (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE, HAS_WINDOWS, LAW)
         )
         if SAMPLE:
             tl.store(index_ptr + row, position, mask=row < n)
         if HAS_LINKS:
             places = load_places(
-                memory, position, valid, STEPS, window, (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE, HAS_WINDOWS)
+                memory, position, valid, STEPS, window, (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE, HAS_WINDOWS, LAW)
             )
             valid = places >= 0
         generation = generation_of(position, valid, written, steps * envs)
@@ -949,7 +970,7 @@ def rows_compute_kernel(
             program - row_programs,
             tl.num_programs(0) - row_programs,
             n_keys,
-            (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE, HAS_WINDOWS),
+            (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE, HAS_WINDOWS, LAW),
             KEYS,
             TILE,
             ALIGNMENT,

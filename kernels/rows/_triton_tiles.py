@@ -13,6 +13,9 @@ WRITTEN, SIZE, RING_TICKET, FAULTS = map(tl.constexpr, range(rows.WRITTEN, rows.
 DEVICE_ROWS, ROW_BYTES, SPLIT, HOST_ROWS, ROW_STRIDE = map(tl.constexpr, range(rows.ENTRY))
 ENTRY = tl.constexpr(rows.ENTRY)
 
+# Laws of drawing.
+UNIFORM, GEOMETRIC, LINEAR, RECENT = map(tl.constexpr, range(rows.UNIFORM, rows.RECENT + 1))
+
 # Arithmetic: these helpers neither load nor store.
 
 
@@ -81,23 +84,56 @@ def normalise(index, capacity):
 
 
 @triton.jit
-def draw_position(seed, counter, size):
-    """min(floor(uniform * size), size - 1); -1 if the ring is empty."""
-    return tl.minimum((philox_uniform_f64(seed, counter) * size.to(tl.float64)).to(tl.int64), size - 1)
+def scaled(uniform, count):
+    """min(floor(uniform * count), count - 1)."""
+    return tl.minimum((uniform * count.to(tl.float64)).to(tl.int64), count - 1)
 
 
 @triton.jit
-def draw_tile(seed, counter, size, row, words, TILE: tl.constexpr):
-    """Positions drawn for the rows ``row`` [TILE] of a tile, of which row 0 is draw ``counter``.
+def draw_position(seed, counter, size, law, LAW: tl.constexpr):
+    """Which of ``size`` rows, counted from the oldest; -1 if the ring is empty. See ``sample`` of gpubuf.kernels.rows.
+
+    ``law``: its numbers (a, b), float64.
+    """
+    uniform = philox_uniform_f64(seed, counter)
+    if LAW == UNIFORM:
+        row = scaled(uniform, size)
+    elif LAW == LINEAR:
+        unit = scaled(uniform, (size * (size + 1)) >> 1)
+        row = ((tl.sqrt(8 * unit.to(tl.float64) + 1) - 1) * 0.5).to(tl.int64)
+        # The root may be rounded to a neighbour.
+        row -= (((row * (row + 1)) >> 1) > unit).to(tl.int64)
+        row += ((((row + 1) * (row + 2)) >> 1) <= unit).to(tl.int64)
+    elif LAW == GEOMETRIC:
+        rank = tl.log(1 - uniform * (1 - tl.exp(law[0] * size.to(tl.float64)))) / law[0]
+        row = tl.maximum(size - 1 - rank.to(tl.int64), 0)
+    else:
+        among = tl.maximum(tl.exp(law[0]) * size.to(tl.float64), law[1])
+        among = tl.maximum(tl.minimum(among, size.to(tl.float64)).to(tl.int64), 1)
+        row = size - 1 - scaled(uniform, among)
+    return tl.where(size > 0, row, -1)
+
+
+@triton.jit
+def load_law(numbers_ptr, LAW: tl.constexpr):
+    """The numbers of a law, float64: (a, b)."""
+    if (LAW == UNIFORM) | (LAW == LINEAR):
+        return 0.0, 0.0
+    return tl.load(numbers_ptr), tl.load(numbers_ptr + 1)
+
+
+@triton.jit
+def draw_tile(seed, counter, size, law, row, words, LAW: tl.constexpr, TILE: tl.constexpr):
+    """Rows drawn for the rows ``row`` [TILE] of a tile, of which row 0 is draw ``counter``: see draw_position.
 
     Rows of many elements are drawn once each, and handed to the threads that copy them: a draw takes about as many
     instructions as the rest of the copy of an element.
     """
     if words >= 8:
-        drawn = draw_position(seed, counter + tl.arange(0, TILE // 4), size)
+        drawn = draw_position(seed, counter + tl.arange(0, TILE // 4), size, law, LAW)
         position = tl.gather(drawn, row, 0)
     else:
-        position = draw_position(seed, counter + row, size)
+        position = draw_position(seed, counter + row, size, law, LAW)
     return position
 
 

@@ -14,6 +14,7 @@ from numba import carray
 from gpubuf.kernels._jit import jit
 from gpubuf.kernels._primitives import as_i64, highest_bit, load_i64, lowest_bit, prefetch_l2
 from gpubuf.kernels.rows import SIZE, WRITTEN
+from gpubuf.kernels.rows._numba_copy import lost_rows
 
 
 @jit(forceinline=True)
@@ -53,13 +54,9 @@ def ring_view(ring, steps, envs):  # type: ignore[no-untyped-def]
 
 @jit(forceinline=True)
 def past_of(ring, past, capacity):  # type: ignore[no-untyped-def]
-    """``past`` where the ring has lost rows, else 0: the age from which the trajectory of the oldest step counts.
-
-    See :func:`gpubuf.kernels.rows.has_lost`.
-    """
+    """``past`` where the ring has lost rows, else 0: the age from which the trajectory of the oldest step counts."""
     counters = carray(as_i64(ring), 4)
-    size, ahead = counters[SIZE], counters[WRITTEN] - counters[SIZE]
-    return past if ahead > 0 and (size == capacity or ahead % (2 * capacity) != 0) else 0
+    return past if lost_rows(counters[WRITTEN], counters[SIZE], capacity) else 0
 
 
 @jit(forceinline=True)

@@ -292,9 +292,12 @@ class Model:
 
     def empty(self) -> None:
         """Forget every row; the next one goes to position 0."""
-        gap = -self.written % self.steps
+        self.skip(-self.written % (2 * self.steps))
+
+    def skip(self, steps: int) -> None:
+        """Count steps that nobody wrote."""
         for rows in self.of_env:
-            rows += [Transition(0, -1, 0.0, 0, False, False)] * gap
+            rows += [Transition(0, -1, 0.0, 0, False, False)] * steps
         self.first = self.written
 
     def place(self, position: int) -> tuple[int, int]:
@@ -454,11 +457,13 @@ class Model:
         return rows[step : last + 1]
 
     def turned(self, contract: BufferContract) -> Model:
-        """What another storage has that took the rows over, oldest first."""
+        """What another storage has that took the rows over, oldest first. A round stands for those that were lost."""
         other, oldest = Model(contract, 8), self.oldest
-        other.of_env = [rows[oldest:] for rows in self.of_env]
-        other.apart = {(step - oldest, env) for step, env in self.apart if step >= oldest}
-        other.marked = {(step - oldest, env) for step, env in self.marked if step >= oldest}
+        other.skip(contract.steps if oldest > self.first else 0)
+        later = other.first - oldest
+        other.of_env = [[*mine, *rows[oldest:]] for mine, rows in zip(other.of_env, self.of_env, strict=True)]
+        other.apart = {(step + later, env) for step, env in self.apart if step >= oldest}
+        other.marked = {(step + later, env) for step, env in self.marked if step >= oldest}
         other.count = self.count
         return other
 

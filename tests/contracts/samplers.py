@@ -17,8 +17,12 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from gpubuf.data import (
+    EmphasizeRecent,
+    Geometric,
     Hindsight,
     LazyTensorStorage,
+    Linear,
+    Newest,
     Normalize,
     PrioritizedSampler,
     PrioritizedSliceSampler,
@@ -37,7 +41,7 @@ from tests.contracts import pairwise
 from tests.support.drawable_rows import drawable, not_the_oldest
 from tests.support.slice_model import Row, SliceModel, split
 
-STEPS, SLICE, UNITS, ALPHA, BETA, RATIO = 15, 3, 6, 0.7, 0.5, 0.75
+STEPS, SLICE, UNITS, ALPHA, BETA, RATIO, DECAY = 15, 3, 6, 0.7, 0.5, 0.75, 0.6
 OFFSETS = range(-1, 2)
 
 Unit = tuple[int, ...]
@@ -54,7 +58,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "prioritized slices": ("strict", "short", "span", "stacked", "number"),
     "windows": ("repeat", "cross", "skip"),
     "prioritized windows": ("repeat", "skip"),
-    "hindsight": ("future", "final", "episode"),
+    "hindsight": ("future", "final", "episode", "geometric"),
     "prioritized hindsight": ("future",),
 }
 SLICES: dict[str, dict[str, Any]] = {
@@ -185,6 +189,7 @@ class SamplerContract:
                 goal_key="goal",
                 achieved_key=("next", "number"),
                 strategy=self.form,
+                decay=DECAY,
                 ratio=torch.tensor(RATIO, device=device) if self.form == "future" else RATIO,
                 **ends,
             )
@@ -353,8 +358,11 @@ class Model(SliceModel):
         if contract.windows:
             return {self.window(around, number): 1.0}
         if "hindsight" in contract.kind:
-            goals = {"future": around[at:], "final": around[-1:], "episode": around}[contract.form]
-            return {(number, -1): 1 - RATIO, **{(number, goal): RATIO / len(goals) for goal in goals}}
+            later = around[at:]
+            goals = {"final": around[-1:], "episode": around}.get(contract.form, later)
+            parts = [DECAY**k if contract.form == "geometric" else 1.0 for k in range(len(goals))]
+            shares = {(number, goal): RATIO * part / sum(parts) for goal, part in zip(goals, parts, strict=True)}
+            return {(number, -1): 1 - RATIO, **shares}
         return {(number,): 1.0}
 
     def window(self, around: list[int], number: int) -> Unit:
@@ -478,6 +486,9 @@ def buffer(**changes: Any) -> Any:
     return ReplayBuffer(**{"storage": LazyTensorStorage(4), **changes})
 
 
+WHOLE = Window(-1, 0, outside="skip")
+
+
 def goals(**changes: Any) -> Any:
     return Hindsight(lambda achieved, goal, batch: achieved, **changes)
 
@@ -514,6 +525,12 @@ _REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         ("equal lengths", lambda: slices(strict_length=False, stack=True)),
         ("strategy must be one of", lambda: goals(strategy="random")),
         *(("ratio must be in", lambda ratio=ratio: goals(ratio=ratio)) for ratio in (-0.1, 1.5, math.nan)),
+        *(("decay must be in", lambda decay=decay: goals(decay=decay)) for decay in (0, 1.0, math.nan)),
+        *(("decay must be in", lambda decay=decay: Geometric(decay)) for decay in (0.0, 1.0, -0.5, math.nan)),
+        ("count must be at least 1", lambda: Newest(0)),
+        ("eta must be in", lambda: EmphasizeRecent(1.5)),
+        ("eta must be in", lambda: EmphasizeRecent(least=0)),
+        ("law=Linear.. can't be", lambda: buffer(sampler=RandomSampler(law=Linear()), windows=WHOLE)),
         ("n_steps=3", lambda: buffer(relabel=goals(), n_steps=3)),
         ("'desired_goal' is relabelled", lambda: buffer(relabel=goals(), process=[Normalize("desired_goal")])),
         ("no offsets .* from 1 to 0", lambda: Window(1, 0)),

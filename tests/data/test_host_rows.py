@@ -318,7 +318,7 @@ def test_what_is_refused(tmp_path: Path):
         best.extend(rows(2))
     assert not best.initialized
     n_step = {"next": {"reward": torch.ones(4, 1), "done": torch.zeros(4, 1, dtype=torch.bool), "text": "late"}}
-    with pytest.raises(ValueError, match="later row"):
+    with pytest.raises(ValueError, match="those of other rows"):
         ReplayBuffer(storage=LazyTensorStorage(4), n_steps=2).extend(TensorDict(n_step, [4]))
     with pytest.raises(TypeError, match="a TensorDict holds such data"):
         ReplayBuffer(storage=LazyTensorStorage(4)).extend({"a": TensorDict({"text": "x"}, [2])})

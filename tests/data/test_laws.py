@@ -20,23 +20,21 @@ def emphasized(progress):
     return law
 
 
+def newest(n, count):
+    return [float(rank < count) for rank in range(n)]
+
+
 #: Each law, and the parts of ``n`` rows, the newest first.
 LAWS = {
     "geometric": (lambda: Geometric(0.9), lambda n: [0.9**rank for rank in range(n)]),
     "nearly uniform": (lambda: Geometric(1 - 1e-12), lambda n: [1.0] * n),
     "steep": (lambda: Geometric(1e-3), lambda n: [1e-3**rank for rank in range(n)]),
     "linear": (Linear, lambda n: [n - rank for rank in range(n)]),
-    "newest": (lambda: Newest(5), lambda n: [float(rank < 5) for rank in range(n)]),
+    "newest": (lambda: Newest(5), lambda n: newest(n, 5)),
     "more than there are": (lambda: Newest(10**9), lambda n: [1.0] * n),
     "all are emphasized": (lambda: emphasized(0.0), lambda n: [1.0] * n),
-    "half of the way": (
-        lambda: emphasized(0.5),
-        lambda n: [float(rank < max(int(0.999**500 * n), 4)) for rank in range(n)],
-    ),
-    "emphasis at its end": (
-        lambda: emphasized(1.0),
-        lambda n: [float(rank < max(int(0.999**1000 * n), 4)) for rank in range(n)],
-    ),
+    "half of the way": (lambda: emphasized(0.5), lambda n: newest(n, max(int(0.999**500 * n), 4))),
+    "emphasis at its end": (lambda: emphasized(1.0), lambda n: newest(n, max(int(0.999**1000 * n), 4))),
 }
 
 
@@ -80,3 +78,37 @@ def test_rows_are_drawn_as_often_as_the_law_says(name, envs, windows):
         assert_as_often(positions, due(model, parts, past))
         buffer.sampler.random_state("cpu").load_state_dict(state)
         assert torch.equal(buffer.sampler.choose(4000)[0], positions)
+
+
+@pytest.mark.parametrize("value", [0.5, torch.tensor(0.5), torch.tensor([0.5], dtype=torch.float64)])
+def test_progress_is_set_in_place(value):
+    """A captured step finds it where it was."""
+    law = EmphasizeRecent(0.99, least=2)
+    numbers = law.numbers
+    assert law.progress == 0
+    law.progress = value
+    assert law.progress.item() == pytest.approx(0.5)
+    assert law.numbers is numbers
+    without = EmphasizeRecent(1.0)
+    without.progress = value
+    assert without.progress == 0
+
+
+def test_one_law_serves_several_buffers():
+    """Of plain rows, and of rows with windows."""
+    law, model = Newest(2), SliceModel(10, 1)
+    buffers = [windowed(RandomSampler(law=law), model, windows) for windows in (None, Window(-1, 0))]
+    rows = model.write([[False]] * 13)
+    for buffer in buffers:
+        buffer.extend(rows)
+    for buffer in buffers * 2:
+        assert set(buffer.sample(50)["index"].tolist()) == {1, 2}
+
+
+def test_laws_and_epochs_or_ranks_exclude_each_other():
+    with pytest.raises(TypeError, match="law"):
+        RandomSampler(law=Linear(), replacement=False)
+    with pytest.raises(ValueError, match="law and process_group exclude each other"):
+        RandomSampler(law=Linear(), process_group=object())
+    assert repr(RandomSampler(law=Geometric(0.5))) == "RandomSampler(law=Geometric(0.5))"
+    assert repr(RandomSampler()) == "RandomSampler()"

@@ -14,6 +14,8 @@ import torch
 from tensordict import TensorDict
 
 from gpubuf.data import (
+    EmphasizeRecent,
+    Geometric,
     LazyTensorStorage,
     PrioritizedSampler,
     PrioritizedSliceSampler,
@@ -82,6 +84,8 @@ def test_an_epoch_of_slices_synchronises_once():
 
 SAMPLERS = {
     "uniform": RandomSampler,
+    "geometric": lambda: RandomSampler(law=Geometric(0.9)),
+    "emphasis": lambda: RandomSampler(law=EmphasizeRecent()),
     "prioritized": functools.partial(PrioritizedSampler, 1000, 0.6, 0.4),
     "slices": functools.partial(SliceSampler, slice_len=4),
     "prioritized slices": functools.partial(PrioritizedSliceSampler, 1000, 0.6, 0.4, slice_len=4),

@@ -34,7 +34,8 @@ class Law:
     def reading(self, reading: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
         """A :class:`gpubuf.kernels.rows.Reading` on ``device``, or its first entries, with this law."""
         if self.numbers.device != device:
-            self.numbers = self.numbers.to(device)
+            # CUDA has read memory that is not pinned when the call returns.
+            self.numbers = self.numbers.to(device, non_blocking=self.numbers.is_cpu)
         of, found = self._known
         if of is not reading or found is None or found[-1] is not self.numbers:
             found = tuple(Reading(*reading)._replace(law=self.code, numbers=self.numbers))
@@ -122,12 +123,16 @@ class EmphasizeRecent(Law):
 
     @property
     def progress(self) -> Tensor:
-        """``k / K``: float64, 0-dim. Set it to a number or to a 0-dim tensor; no host sync, and graphs see it."""
+        """``k / K``: float64, 0-dim. Set it to a number or a 0-dim tensor on the buffer's device, which graphs see."""
         return self.numbers[0] / (1000 * math.log(self.eta)) if self.eta < 1 else self.numbers[0]
 
     @progress.setter
     def progress(self, value: float | Tensor) -> None:
-        self.numbers[0].copy_(torch.as_tensor(value).detach() * (1000 * math.log(self.eta)), non_blocking=True)
+        scale = 1000 * math.log(self.eta)
+        if isinstance(value, Tensor):
+            self.numbers[0].copy_(value.detach().reshape(()) * scale)
+        else:
+            self.numbers[0].fill_(value * scale)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(eta={self.eta}, least={self.least})"
