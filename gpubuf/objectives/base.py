@@ -74,8 +74,8 @@ class LossModule(TensorDictModuleBase):
 
     It may define ``forward``, and keep the parameters of its networks as ``TensorDictParams`` called ``*_params``, and
     those of target networks as ``target_*_params`` (see :func:`~gpubuf.objectives.target_parameters`), where the target
-    updates find them. Or it takes a :class:`~gpubuf.objectives.networks.Networks` by :meth:`_take`, and implements
-    :meth:`_losses` with these parts:
+    updates find them. Or it takes a :class:`~gpubuf.objectives.networks.Networks` by :meth:`_take`, or without critics
+    by :meth:`_have`, and implements :meth:`_losses` with these parts:
 
     * ``self._networks``: actor and further networks, and ``self._critics``: ``online``, ``detached`` and ``target``
       values of all critics, see :class:`~gpubuf.objectives.networks.Critics`;

@@ -30,6 +30,7 @@ _SAC: dict[str, Any] = {
     "noise_hold": 1,
     "epsilon": None,
     "exploration": None,
+    "frames": None,
 }
 
 #: By the name that ``--algo`` takes. A setting that is None has no meaning for the algorithm, and can't be given.
@@ -53,7 +54,7 @@ ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {
     "dqn": {
         **_SAC,
         **{"batch_size": 128, "learning_rate": 5e-4, "hidden": (256,), "critics": None, "policy_every": None},
-        **{"noise_hold": None, "epsilon": 0.05, "exploration": 0.5},
+        **{"noise_hold": None, "epsilon": 0.05, "exploration": 0.5, "frames": 1},
     },
 }
 
@@ -95,7 +96,7 @@ _BOUNDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "at least 0": ("learning_starts eval_every checkpoint_every", lambda value: value >= 0),
     "at least 2": ("atoms", lambda value: value >= 2),
     # As many as a window of the buffer can have.
-    "in 1 .. 64": ("n_steps", lambda value: 1 <= value <= 64),
+    "in 1 .. 64": ("n_steps frames", lambda value: 1 <= value <= 64),
     # PyTorch's generators take no more.
     "at least 0 and below 2**64": ("seed", lambda value: 0 <= value < 2**64),
     "in [0, 1]": ("gamma epsilon priority_alpha priority_beta", lambda value: 0 <= value <= 1),
@@ -181,6 +182,7 @@ class TrainConfig:
         noise_hold: Most steps for which exploration holds the same noise; 1 to draw it at every step.
         epsilon: Share of random actions at the end of exploration, from 1 at the first step; dqn only.
         exploration: Share of the run in which epsilon falls linearly; dqn only.
+        frames: Observations of the last steps that the network sees together, each stored once; dqn only.
         priority_alpha: Exponent of the priorities, by default 0.6, of dqn's, which are squares, 0.3; prioritized only.
         priority_beta: Exponent of the importance weights at the first update, by default 0.4, annealed linearly to 1
             at the last step; prioritized only.
@@ -221,6 +223,7 @@ class TrainConfig:
     noise_hold: int | None = None
     epsilon: float | None = None
     exploration: float | None = None
+    frames: int | None = None
     priority_alpha: float | None = None
     priority_beta: float | None = None
     eval_every: Filled[int] = _FILLED
@@ -269,6 +272,11 @@ class TrainConfig:
     def capacity(self) -> int:
         """Transitions that the buffer holds."""
         return self.buffer_size if self.buffer_size is not None else min(self.total_steps, _DEFAULT_CAPACITY)
+
+    @property
+    def seen(self) -> int:
+        """Observations that the network sees together."""
+        return self.frames or 1
 
     def to_json(self) -> str:
         """The settings as JSON text, in the order of the attributes."""

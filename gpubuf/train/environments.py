@@ -6,6 +6,7 @@ observation of an episode apart from the first observation of the next."""
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -118,6 +119,56 @@ class Environments(abc.ABC):
 
     def close(self) -> None:  # noqa: B027 (tensors need no closing)
         """Close the environments."""
+
+
+class Stacked(Environments):
+    """Environments whose observations are the last ones of the episode, oldest first, along their first dimension.
+
+    The first observation of an episode stands for those before it.
+
+    Args:
+        environments: Whose observations are stacked.
+        frames: How many make a stack.
+    """
+
+    def __init__(self, environments: Environments, frames: int) -> None:
+        self._single, self._frames = environments, frames
+        self._channels, *size = environments.observation_shape
+        self.observation_shape = (frames * self._channels, *size)
+        for name in ("num_envs", "action_size", "action_bounds", "device", "discrete", "time_limit", "capturable"):
+            setattr(self, name, getattr(environments, name))
+        self.shown_records = environments.shown_records
+        self._stack = self.blank(environments.device)
+
+    def _began(self, observation: Tensor) -> Tensor:
+        return torch.cat([observation] * self._frames, 1)
+
+    def reset(self) -> Tensor:
+        return self._stack.copy_(self._began(self._single.reset())).clone()
+
+    def step(self, action: Tensor) -> Steps:
+        steps = self._single.step(action)
+        following = torch.cat([self._stack[:, self._channels :], steps.next_observation], 1)
+        over = (steps.terminated | steps.truncated).reshape(-1, *[1] * len(self.observation_shape))
+        observation = torch.where(over, self._began(steps.observation), following)
+        self._stack.copy_(observation)
+        return dataclasses.replace(steps, next_observation=following, observation=observation)
+
+    def take_episodes(self, due: bool) -> list[dict[str, Any]]:
+        return self._single.take_episodes(due)
+
+    def state(self) -> dict[str, Any]:
+        return {"single": self._single.state(), "stack": self._stack.clone()}
+
+    def restore(self, state: dict[str, Any]) -> tuple[Tensor, list[int]]:
+        """Continue from where `state` was taken."""
+        observation, lost = self._single.restore(state["single"])
+        self._stack.copy_(state["stack"])
+        self._stack[lost] = self._began(observation)[lost]
+        return self._stack.clone(), lost
+
+    def close(self) -> None:
+        self._single.close()
 
 
 #: Where an episode ends if the environment never ends it.

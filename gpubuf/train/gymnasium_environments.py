@@ -57,9 +57,9 @@ def make(name: str) -> gym.Env[NDArray[Any], NDArray[Any]]:
         return Image(env)
     if image := _image(observed):
         raise EnvironmentUnusableError(
-            f"{name} has images among its observations, {image}: the networks here see one image, [C, H, W] or "
-            "[H, W, C], or features. Register such an environment, or train a network of your own with gpubuf's "
-            "buffers and losses"
+            f"{name} has images among its observations, {image}: the networks here see one image, [C, H, W], "
+            "[H, W, C] or [H, W], or features. Register such an environment, or train a network of your own with "
+            "gpubuf's buffers and losses"
         )
     if isinstance(observed, Box) and len(observed.shape) == 1:
         return env
@@ -85,24 +85,26 @@ def _made(name: str) -> gym.Env[Any, Any]:
 
 def _is_image(space: gym.Space[Any]) -> bool:
     """Whether an observation is one image: bytes, or planes of bits as MinAtar's."""
-    return isinstance(space, Box) and len(space.shape) == 3 and space.dtype in (np.uint8, np.bool_)
+    kinds = {(2, "uint8"), (3, "uint8"), (3, "bool")}
+    return isinstance(space, Box) and (len(space.shape), str(space.dtype)) in kinds
 
 
 class Image(gym.ObservationWrapper[Any, Any, Any]):
-    """Images as bytes with the channels first: the shorter one of first and last dimension. True is 255."""
+    """Images as bytes with the channels first: the shorter one of first and last dimension, or one. True is 255."""
 
     def __init__(self, env: gym.Env[Any, Any]) -> None:
         super().__init__(env)
         space = env.observation_space
         assert isinstance(space, Box)
-        self._last, self._factor = space.shape[2] < space.shape[0], 255 if space.dtype == np.bool_ else 1
-        shape = (space.shape[2], *space.shape[:2]) if self._last else space.shape
-        self.observation_space = Box(0, 255, shape, np.uint8)
+        shape = space.shape if len(space.shape) == 3 else (1, *space.shape)
+        self._shape, self._last = shape, shape[2] < shape[0]
+        self._factor = np.uint8(255 if space.dtype == np.bool_ else 1)
+        self.observation_space = Box(0, 255, (shape[2], *shape[:2]) if self._last else shape, np.uint8)
 
     def observation(self, observation: NDArray[Any]) -> NDArray[np.uint8]:
         """As above."""
-        pixels = np.moveaxis(observation, 2, 0) if self._last else observation
-        return np.asarray(pixels, np.uint8) * np.uint8(self._factor)
+        pixels = np.asarray(observation, np.uint8).reshape(self._shape) * self._factor
+        return np.moveaxis(pixels, 2, 0) if self._last else pixels
 
 
 def _image(space: gym.Space[Any]) -> Box | None:

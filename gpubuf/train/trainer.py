@@ -17,7 +17,7 @@ from gpubuf.data.storage.layout import Leaf, as_key
 from gpubuf.learner import Learner
 from gpubuf.train.algorithms import ALGORITHMS, Agent
 from gpubuf.train.config import TORCH_PREFIX, TrainConfig, UsageError
-from gpubuf.train.environments import CURVE, FINAL, TRAINING, Environments, Evaluation, NotFiniteError, Steps
+from gpubuf.train.environments import CURVE, FINAL, TRAINING, Environments, Evaluation, NotFiniteError, Stacked, Steps
 from gpubuf.train.progress import Status
 
 # Episodes of an evaluation for the curve. They take time on the host, and nearly none on a device.
@@ -63,7 +63,7 @@ class Trainer:
         self._captured = can_capture if config.cuda_graph is None else config.cuda_graph
         if self._captured and not can_capture:
             raise UsageError(f"--cuda-graph needs a CUDA device, the run is on {device.type}: say --no-cuda-graph")
-        self._environments = make_environments(config.env, config.num_envs, (config.seed, TRAINING), device)
+        self._environments = self._make_environments(config.num_envs, TRAINING)
         self._curve: Evaluation | None = None
         wrong = _wrong_kind(config, self._environments)
         if wrong is not None:
@@ -71,6 +71,8 @@ class Trainer:
             raise UsageError(wrong)
         torch.manual_seed(config.seed)
         shape = self._environments.observation_shape
+        # Of a stack the buffer has the newest frame, and makes stacks of its rows.
+        self._newest = slice(-(shape[0] // config.seen), None)
         self.agent = Agent(config, shape, self._environments.action_size, device)
         self.agent.normalize = _make_normalize(config, shape[0], device)
         self.buffer = _make_buffer(config, device, self.agent.normalize)
@@ -138,7 +140,8 @@ class Trainer:
         """Step every environment once, and store the transitions."""
         steps = self._environments.step(action)
         # The buffer moves them to its own device.
-        self.buffer.extend_columns(_transitions(self._observation, action, steps, _rows_apart(self.config)))
+        before, after = self._observation[:, self._newest], steps.next_observation[:, self._newest]
+        self.buffer.extend_columns(_transitions(before, after, action, steps, _rows_apart(self.config)))
         self._observation.copy_(steps.observation)
 
     def _record_episodes(self, due: bool) -> None:
@@ -220,8 +223,13 @@ class Trainer:
         return None if len(returns) < episodes else _evaluation_record("final_evaluation", self.step, returns)
 
     def _evaluation(self, episodes: int, stream: int) -> Evaluation:
-        environments = make_environments(self.config.env, episodes, (self.config.seed, stream), self._device)
+        environments = self._make_environments(episodes, stream)
         return Evaluation(environments, self.agent.act, self._captured and environments.capturable)
+
+    def _make_environments(self, count: int, stream: int) -> Environments:
+        """Of the run, ``stream`` is the second word of their seed."""
+        made = make_environments(self.config.env, count, (self.config.seed, stream), self._device)
+        return made if self.config.seen == 1 else Stacked(made, self.config.seen)
 
     def save_model(self, path: Path) -> None:
         """Write the policy to ``path``, for `load_policy`."""
@@ -322,15 +330,17 @@ def make_environments(name: str, num_envs: int, seed: int | Sequence[int], devic
 
 def _rows_apart(config: TrainConfig) -> bool:
     """Whether environments have columns of their own, ``[E, T]``: rows that are read with the next ones need it."""
-    return config.num_envs > 1 and (config.n_steps > 1 or config.share_next)
+    return config.num_envs > 1 and (config.n_steps > 1 or config.share_next or config.seen > 1)
 
 
-def _transitions(observation: Tensor, action: Tensor, steps: Steps, apart: bool) -> dict[NestedKey, Tensor]:
+def _transitions(
+    observation: Tensor, following: Tensor, action: Tensor, steps: Steps, apart: bool
+) -> dict[NestedKey, Tensor]:
     """The columns of one transition of each environment, `[E, ...]`, or `[E, 1, ...]` where they stay apart."""
     columns: dict[NestedKey, Tensor] = {
         "observation": observation,
         "action": action,
-        ("next", "observation"): steps.next_observation,
+        ("next", "observation"): following,
         ("next", "reward"): steps.reward,
         ("next", "done"): steps.terminated | steps.truncated,
         ("next", "terminated"): steps.terminated,
@@ -350,8 +360,8 @@ def _wrong_kind(config: TrainConfig, environments: Environments) -> str | None:
         return f"{config.env} has {kinds[discrete]} actions, and {learnt}: {advice}"
     if images > algorithm.images:
         return f"{config.env} has images as observations, and {config.algo} learns from features: {advice}"
-    if images and config.normalize_observations:
-        return f"{config.env} has images as observations, and normalize_observations is for features"
+    if config.normalize_observations and (images or config.seen > 1):
+        return f"normalize_observations is for features, and not for images or stacks, as {config.env} has here"
     return None
 
 
@@ -372,11 +382,13 @@ def _make_normalize(config: TrainConfig, observation_size: int, device: torch.de
 def _make_buffer(
     config: TrainConfig, device: torch.device, normalize: data.Normalize | None
 ) -> data.TensorDictReplayBuffer:
-    apart = _rows_apart(config)
-    shared = ["observation"] if config.share_next else False
+    apart, frames = _rows_apart(config), config.seen
+    shared = ["observation"] if config.share_next or frames > 1 else False
     # In a storage of one dimension environments take turns.
     envs, largest = None if apart else config.num_envs, config.v_max or _LARGEST_RETURN
+    stack = data.Window(1 - frames, 0, join=0)
     options: dict[str, Any] = {
+        "windows": {"observation": stack, ("next", "observation"): stack} if frames > 1 else None,
         "storage": data.LazyTensorStorage(config.capacity, device=device, ndim=2 if apart else 1, share_next=shared),
         "batch_size": config.batch_size,
         "n_steps": config.n_steps,

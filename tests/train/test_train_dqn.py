@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpubuf.modules import PixelEncoder
 from gpubuf.train import Reporter, TrainConfig, UsageError, load_policy, resume, train
+from gpubuf.train.environments import Stacked
 from gpubuf.train.gymnasium_environments import GymnasiumEnvironments
 from gpubuf.train.torch_environments import Catch
 from gpubuf.train.trainer import Trainer
@@ -21,7 +22,8 @@ from tests.support.train_runs import run, state_of
 
 CPU = torch.device("cpu")
 RAINBOW = {"prioritized": True, "n_steps": 3, "share_next": True}
-every_form = pytest.mark.parametrize("changes", [{}, RAINBOW], ids=["plain", "rainbow"])
+STACKS = {**RAINBOW, "frames": 4}
+every_form = pytest.mark.parametrize("changes", [{}, RAINBOW, STACKS], ids=["plain", "rainbow", "stacks"])
 
 
 def tiny(**changes):
@@ -153,11 +155,79 @@ def test_learns_catch_from_pixels_with_steps_and_priorities(seed, tmp_path):
     assert sum(result.returns) / 50 >= 0.9
 
 
+# Stacks
+
+
+def seen(n_steps=1):
+    """(what the policy saw in each of 40 steps of four games, of four frames each; the trainer after them)."""
+    config = tiny(num_envs=4, total_steps=2000, learning_starts=1900, frames=4, n_steps=n_steps)
+    trainer, found = Trainer(config, CPU, lambda record: None), []
+    for _ in range(40):
+        found.append(trainer._observation.clone())
+        trainer.advance()
+    return torch.stack(found), trainer
+
+
+def test_policies_see_the_last_frames_of_their_own_game():
+    """The newest last, and the first of a game in the place of those before it."""
+    stacks, _ = seen()
+    assert stacks.shape == (40, 4, 4, 10, 5)
+    single = stacks[:, :, -1]
+    # A game has nine steps.
+    for t in range(40):
+        own = [max(t - lag, t - t % 9) for lag in (3, 2, 1, 0)]
+        assert torch.equal(stacks[t], single[own].transpose(0, 1))
+
+
+@pytest.mark.parametrize("n_steps", [1, 3])
+def test_batches_have_the_stacks_that_the_policy_saw(n_steps):
+    """Of single frames that are stored once: stacks, and stacks n steps later, the last ones of games among them."""
+    stacks, trainer = seen(n_steps)
+    assert trainer.buffer.storage[:]["observation"].shape[2:] == (1, 10, 5)
+    batch = trainer.buffer.sample(batches=64).reshape(-1)
+    time, env = batch["index"].unbind(-1)
+    assert torch.equal(batch["observation"], stacks[time, env])
+    after, last = batch["next", "observation"], time
+    if n_steps > 1:
+        last = time + batch["steps_to_next_obs"][:, 0] - 1
+        assert (last > time).any()
+    going_on = ~batch["next", "done"][:, 0] & (last < 39)
+    assert going_on.any()
+    assert torch.equal(after[going_on], stacks[last[going_on] + 1, env[going_on]])
+    ended = batch["next", "done"][:, 0]
+    assert torch.equal(after[ended][:, :3], stacks[last, env][ended][:, 1:])
+    # The ball has come down.
+    assert (after[ended][:, 3, 9].bool().sum(-1) <= 2).all()
+    assert not after[ended][:, 3, :9].any()
+
+
+def test_a_game_that_can_not_be_played_again_begins_with_a_stack_of_its_first_frame():
+    """The others go on with theirs."""
+    envs, other = (Stacked(GymnasiumEnvironments(PREFIX + "Unrepeatable-v0", 2, 0), 3) for _ in range(2))
+    first = envs.reset()
+    assert envs.observation_shape == (6,)
+    assert torch.equal(first, first[:, :2].repeat(1, 3))
+    steps = envs.step(torch.zeros(2, 1))
+    assert torch.equal(steps.observation[:, :4], first[:, :4])
+    restored, lost = other.restore(envs.state())
+    assert lost == [0, 1]
+    assert torch.equal(restored, restored[:, :2].repeat(1, 3))
+    torch_envs, again = (Stacked(Catch(2, 0, CPU), 2) for _ in range(2))
+    torch_envs.reset()
+    stack = torch_envs.step(torch.eye(3)[:2]).observation
+    restored, lost = again.restore(torch_envs.state())
+    assert (lost, torch.equal(restored, stack)) == ([], True)
+
+
 # Gymnasium
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [("Moving-v0", (2, 6, 5)), ("MovingBits-v0", (2, 6, 5)), ("MovingFirst-v0", (2, 6, 5))]
+    ("name", "shape"),
+    [
+        *(("Moving-v0", (2, 6, 5)), ("MovingBits-v0", (2, 6, 5))),
+        *(("MovingFirst-v0", (2, 6, 5)), ("MovingGrey-v0", (1, 6, 5))),
+    ],
 )
 def test_images_are_bytes_with_the_channels_first(name, shape):
     envs = GymnasiumEnvironments(PREFIX + name, 3, 0)
@@ -165,7 +235,7 @@ def test_images_are_bytes_with_the_channels_first(name, shape):
     assert (image.shape, image.dtype, envs.observation_shape) == ((3, *shape), torch.uint8, shape)
     for env, each in zip(envs._recorders, image, strict=True):
         place = env.unwrapped.place
-        where = (place % 2, 0, place // 2) if name != "MovingFirst-v0" else (0, 0, place)
+        where = (0, 0, place) if name in ("MovingFirst-v0", "MovingGrey-v0") else (place % 2, 0, place // 2)
         assert each.nonzero().tolist() == [list(where)]
         assert each[where] == 255
     kept, steps = image.clone(), envs.step(torch.eye(2)[[0, 1, 1]])
@@ -179,10 +249,11 @@ def test_images_are_bytes_with_the_channels_first(name, shape):
 @pytest.mark.parametrize("env", ["Moving-v0", "MovingBits-v0", "Choices-v0"])
 def test_trains_with_gymnasium(env, tmp_path):
     """From images and from features; bytes stay bytes in the buffer, and observations are stored once."""
-    trainer = Trainer(tiny(env=PREFIX + env, num_envs=4, **RAINBOW), CPU, lambda record: None)
+    trainer = Trainer(tiny(env=PREFIX + env, num_envs=4, **STACKS), CPU, lambda record: None)
     for _ in range(40):
         trainer.advance()
-    rows = trainer.buffer.storage[:]
+    rows, one = trainer.buffer.storage[:], trainer._observation.shape[1] // 4
+    assert rows["observation"].shape[2] == one
     images = env != "Choices-v0"
     assert rows["observation"].dtype is (torch.uint8 if images else torch.float32)
     assert any(isinstance(part, PixelEncoder) for part in trainer.agent.actor.modules()) is images
@@ -201,7 +272,8 @@ def test_trains_with_gymnasium(env, tmp_path):
             {"algo": "discrete-sac"},
             "images as observations, and discrete-sac learns from features: say --algo dqn$",
         ),
-        ({"normalize_observations": True}, "has images as observations, and normalize_observations is for features"),
+        ({"normalize_observations": True, "frames": 2, "env": PREFIX + "Choices-v0"}, "and not for images or stacks"),
+        ({"normalize_observations": True}, "normalize_observations is for features, and not for images or stacks"),
         ({"algo": "sac", "env": PREFIX + "Pixels-v0"}, "no algorithm here learns both from images and such actions"),
         ({"env": "torch/Pendulum"}, "has continuous actions, and dqn learns discrete ones"),
     ],
@@ -217,9 +289,11 @@ def test_settings_of_others_are_refused():
     for name, value in {"critics": 2, "policy_every": 2, "noise_hold": 2, "atoms": 11}.items():
         with pytest.raises(UsageError, match=f"dqn has no {name}, got {value}"):
             tiny(**{name: value})
-    for name in ("epsilon", "exploration"):
+    for name, value in {"epsilon": 0.5, "exploration": 0.5, "frames": 4}.items():
         with pytest.raises(UsageError, match=f"sac has no {name}"):
-            TrainConfig(**{name: 0.5})
+            TrainConfig(**{name: value})
+    with pytest.raises(UsageError, match=r"frames must be in 1 \.\. 64, got 0"):
+        tiny(frames=0)
     assert [tiny(prioritized=each).priority_alpha for each in (True, False)] == [0.3, None]
 
 
