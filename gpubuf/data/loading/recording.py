@@ -1,0 +1,382 @@
+"""What the files of a data set hold, and its rows in order, as buffers store them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from gpubuf.data.processing.statistics import Normalize
+from gpubuf.data.storage.layout import Key, as_key, as_written
+from gpubuf.data.storage.share_next import entries_of
+from gpubuf.planning import Plan, plan
+
+CHUNK_BYTES = 1 << 26
+"""Bytes that are read at a time. Two chunks are in memory: one is read while the other is written."""
+
+FLAGS = ("done", "terminated", "truncated")
+
+_KEYS: dict[str, Key] = {
+    **dict.fromkeys(("observation", "observations", "obs"), ("observation",)),
+    **dict.fromkeys(("next_observation", "next_observations", "next_obs"), ("next", "observation")),
+    **dict.fromkeys(("action", "actions"), ("action",)),
+    **dict.fromkeys(("reward", "rewards"), ("next", "reward")),
+}
+_FLAGS = {
+    **dict.fromkeys(("terminals", "terminated", "terminations"), "terminated"),
+    **dict.fromkeys(("timeouts", "truncated", "truncations"), "truncated"),
+    **dict.fromkeys(("done", "dones"), "done"),
+    **dict.fromkeys(("episode", "episode_index", "episode_id", "traj_ids", "trajectory"), "episode"),
+    "valids": "valid",
+}
+
+
+def key_of(name: str) -> Key:
+    """Where rows have a column, from its name in a file: ``"observations/rgb"`` is ``("observation", "rgb")``."""
+    first, *rest = name.replace("/", ".").removeprefix("next.").split(".")
+    return (*_KEYS.get(first, (first,)), *rest)
+
+
+def stamps(paths: Sequence[Path]) -> list[list[Any]]:
+    """Name, size and time of files: other ones after a change."""
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
+
+
+def flag_of(name: str) -> str:
+    """Which of the flags of :meth:`Steps.of` a column is, from its name in a file; ``""``: none."""
+    return _FLAGS.get(name.removeprefix("next."), "")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a data set.
+
+    Attributes:
+        key: where rows have it.
+        shape: of a record.
+        dtype: in which it is read: float32 for float64 in the files.
+        has_next: whether it is an observation: ``("next", *key)`` is then that of the next record, unless the files
+            have a column for it.
+    """
+
+    key: Key
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    has_next: bool = False
+
+    @classmethod
+    def of(cls, key: Key, shape: Sequence[int], dtype: Any) -> Column:
+        """With the dtype in which what is stored in ``dtype`` is read."""
+        kept = np.dtype(np.float32 if dtype == np.float64 else dtype)
+        return cls(key, tuple(shape), kept, key[0] == "observation")
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """In a row: one number under "next" has a dimension of its own, as losses take it."""
+        return (1,) if self.key[0] == "next" and not self.shape else self.shape
+
+    @property
+    def n_bytes(self) -> int:
+        """Of a record."""
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What the records of a data set are to each other, bool ``[records]`` each.
+
+    Attributes:
+        end: the next record is not what this one led to.
+        terminated, truncated: as recorded.
+        last: an observation alone: what the record before it led to. Always an :attr:`end`.
+    """
+
+    end: npt.NDArray[np.bool_]
+    terminated: npt.NDArray[np.bool_]
+    truncated: npt.NDArray[np.bool_]
+    last: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, flags: Mapping[str, npt.NDArray[Any]]) -> Steps:
+        """Those of a table.
+
+        Args:
+            flags: ``"terminated"``, ``"truncated"``, ``"done"`` (an end, and a termination where the table has no
+                other word for that and the row is not truncated), ``"episode"`` (whose change is an end), ``"valid"``
+                (false: an observation alone), ``[records]`` each.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if not flags:
+            raise ValueError(f"no column says where trajectories end: expected one of {sorted(_FLAGS)}")
+        n = len(next(iter(flags.values())))
+        found = {name: np.asarray(flag).reshape(n).astype(bool) for name, flag in flags.items() if name != "episode"}
+        never = np.zeros(n, bool)
+        truncated, done = found.get("truncated", never), found.get("done", never)
+        terminated = found.get("terminated", done & ~truncated)
+        last = ~found["valid"] if "valid" in found else never
+        end = last.copy() if "valid" in found else terminated | truncated | done
+        if "episode" in flags:
+            episode = np.asarray(flags["episode"]).reshape(n)
+            end[:-1] |= episode[1:] != episode[:-1]
+        end[-1:] = True
+        return cls(end, terminated & ~last, truncated, last)
+
+    @classmethod
+    def of_lengths(
+        cls, lengths: Sequence[int], terminated: npt.NDArray[Any], truncated: npt.NDArray[Any], last: bool
+    ) -> Steps:
+        """Those of episodes one after the other; ``last``: whether each ends with an observation alone."""
+        end = np.zeros(sum(lengths), bool)
+        end[np.cumsum(lengths) - 1] = True
+        return cls(end, terminated.astype(bool), truncated.astype(bool), end if last else np.zeros_like(end))
+
+
+class Statistics(NamedTuple):
+    """What a data set says of a column: numbers that were counted, their mean and standard deviation, and the largest
+    magnitude; float64, ``[elements]`` each or one number."""
+
+    count: Any
+    mean: Any
+    std: Any
+    peak: Any
+
+
+class Source(Protocol):
+    """A data set in files, as records in order. A class of your own is one by having these.
+
+    Attributes:
+        columns: by their names in the files.
+        steps: the ends of trajectories.
+        identity: what JSON can say, such as :func:`stamps`: an interrupted load goes on where it is the same.
+        statistics: what the files say of columns, by their names.
+    """
+
+    columns: Mapping[str, Column]
+    steps: Steps
+    identity: Any
+    statistics: Mapping[str, Statistics]
+
+    def tasks(self, name: str, start: int, stop: int, out: npt.NDArray[Any], /) -> Sequence[Callable[[], None]]:
+        """What reads records ``start .. stop`` of a column into ``out``, in any order and in several threads.
+
+        Asked in order: the records of a call follow those of the one before it, whose tasks are done.
+        """
+
+
+@dataclass
+class Recording:
+    """The rows of a data set: see :func:`gpubuf.data.open_dataset`.
+
+    Attributes:
+        source: what reads the files.
+        columns: those that are loaded, by their names in the files.
+        next_observations, keep_last: as given.
+    """
+
+    source: Source
+    columns: Mapping[str, Column]
+    next_observations: bool = True
+    keep_last: bool = False
+    _kept: npt.NDArray[np.bool_] = field(init=False, repr=False)
+    _done: npt.NDArray[np.bool_] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        steps, kept = self.source.steps, ~self.source.steps.last
+        if self.shared and not self.keep_last:
+            kept &= ~steps.end | steps.terminated
+        if not kept.any():
+            raise ValueError("the data set has no transitions")
+        self._kept, self._done = kept, steps.end | steps.terminated | steps.truncated
+        # What leads to an observation that is no row of its own ends its trajectory.
+        self._done[:-1] |= ~kept[1:]
+
+    @classmethod
+    def of(cls, source: Source, keys: Any = None, next_observations: bool = True, keep_last: bool = False) -> Recording:
+        """With chosen keys: see :func:`gpubuf.data.open_dataset`."""
+        known = source.columns
+        if keys is None:
+            usual = {key[0] for key in _KEYS.values()}
+            chosen = {name: column for name, column in known.items() if column.key[0] in usual}
+        else:
+            named = keys if isinstance(keys, Mapping) else {name: name for name in keys}
+            unknown = [name for name in named.values() if name not in known]
+            if unknown:
+                raise KeyError(f"the data set has no {unknown[0]!r}: it has {sorted(known)}")
+            renamed = isinstance(keys, Mapping)
+            chosen = {
+                name: replace(known[name], key=as_key(key) if renamed else known[name].key)
+                for key, name in named.items()
+            }
+            # What the files say of the next observation goes with the observation.
+            for name, column in list(chosen.items()):
+                twin = ("next", *known[name].key)
+                chosen |= {
+                    other: replace(each, key=("next", *column.key))
+                    for other, each in known.items()
+                    if each.key == twin and other not in chosen and column.has_next
+                }
+        if not next_observations:
+            twins = {("next", *column.key) for column in chosen.values() if column.has_next}
+            chosen = {name: column for name, column in chosen.items() if column.key not in twins}
+        return cls(source, chosen, next_observations, keep_last)
+
+    @property
+    def shared(self) -> list[Key]:
+        """The observations whose next ones are those of the next record."""
+        keys = {column.key for column in self.columns.values()}
+        found = [column.key for column in self.columns.values() if column.has_next]
+        return [key for key in found if ("next", *key) not in keys] if self.next_observations else []
+
+    @property
+    def rows(self) -> int:
+        """The number of transitions."""
+        return int(self._kept.sum())
+
+    @property
+    def trajectories(self) -> int:
+        """How many end."""
+        return int((self._done & self._kept).sum())
+
+    @property
+    def spec(self) -> dict[Key, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each key of a row, as :func:`gpubuf.plan` takes it."""
+        found = {}
+        for column in self.columns.values():
+            dtype = torch.from_numpy(np.empty(0, column.dtype)).dtype
+            found[column.key] = column.row_shape, dtype
+            if column.key in self.shared:
+                found["next", *column.key] = column.row_shape, dtype
+        return found | {("next", flag): ((1,), torch.bool) for flag in FLAGS}
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that are read for a row."""
+        return sum(column.n_bytes for column in self.columns.values())
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells it from others, as JSON has it."""
+        columns = {name: [list(c.key), list(c.shape), c.dtype.str] for name, c in self.columns.items()}
+        options = [self.next_observations, self.keep_last, self.rows]
+        found: dict[str, Any] = json.loads(json.dumps([self.source.identity, columns, options]))
+        return found
+
+    def sharing(self, capacity: int) -> dict[str, Any]:
+        """Options of a storage that has observations once; ``{}`` where none has a next one."""
+        spec = self.spec
+        pairs = [c.key for c in self.columns.values() if c.has_next and spec.get(("next", *c.key)) == spec[c.key]]
+        room = self.trajectories
+        # Next observations that were recorded may be any, and rows that are to come, too.
+        if pairs != self.shared or capacity > self.rows:
+            room = max(room, entries_of(capacity, 1, None))
+        return {"share_next": pairs, "next_capacity": room} if pairs else {}
+
+    def plan(self, capacity: int | None = None, *, sampler: Any = "uniform", in_files: bool = False) -> Plan:
+        """The memory that its rows take, and where they fit now, as :func:`gpubuf.plan` says. Reads no rows.
+
+        Args:
+            capacity: room for so many rows. Default: those of the data set.
+            sampler: as for :func:`gpubuf.plan`.
+            in_files: of mapped files, which have next observations too.
+        """
+        size = capacity or self.rows
+        return plan(self.spec, size, sampler=sampler, **({} if in_files else self.sharing(size)))
+
+    def normalize(self, keys: Any = None, **options: Any) -> Normalize:
+        """Gives keys mean 0 and variance 1 by what the data set says of them, for ``process=`` of a buffer.
+
+        Args:
+            keys: a list of keys. Default: all of fractions that it says something of.
+            **options: of :class:`gpubuf.Normalize`, but for ``update``.
+
+        Raises:
+            KeyError: the files say nothing of a key.
+        """
+        known = {
+            column.key: (self.source.statistics[name], int(np.prod(column.shape)))
+            for name, column in self.columns.items()
+            if name in self.source.statistics and column.dtype.kind == "f"
+        }
+        chosen = list(known) if keys is None else [as_key(key) for key in keys]
+        missing = [as_written(key) for key in chosen if key not in known]
+        if missing or not chosen:
+            raise KeyError(
+                f"the data set has no statistics of {missing or 'any key'}: process=[Normalize(keys)] counts"
+            )
+        moments = {}
+        for number, key in enumerate(chosen):
+            (count, mean, std, peak), elements = known[key]
+            parts = {"count": count, "mean": mean, "m2": np.square(std) * count, "peak": peak}
+            numbers = {name: np.resize(np.asarray(part, np.float64), elements) for name, part in parts.items()}
+            moments[str(number)] = {name: torch.from_numpy(part) for name, part in numbers.items()}
+        return (
+            Normalize([as_written(key) for key in chosen], update="manual", **options)
+            .merge({"moments": moments})
+            .eval()
+        )
+
+    def batches(self, begin: int = 0, workers: int | None = None) -> Iterator[TensorDict]:
+        """Its rows in order, in pieces of some 64 MB, each good until the next one is asked for.
+
+        Args:
+            begin: leave out so many rows.
+            workers: threads that read. Default: as :class:`concurrent.futures.ThreadPoolExecutor` has.
+        """
+        n, first = len(self._kept), int(np.flatnonzero(self._kept)[begin])
+        size = max(min(CHUNK_BYTES // max(sum(c.n_bytes for c in self.columns.values()), 1), 1 << 16, n - first), 1)
+        # The first record of a piece is the last one of the piece before.
+        memory = [{name: np.empty((size + 1, *c.shape), c.dtype) for name, c in self.columns.items()} for _ in range(2)]
+        starts = range(first, n, size)
+        with ThreadPoolExecutor(workers) as pool:
+            ahead = self._read(pool, memory[0], first, size)
+            for number, start in enumerate(starts):
+                for each in ahead:
+                    each.result()
+                piece, other = memory[number % 2], memory[1 - number % 2]
+                if number:
+                    for name, records in piece.items():
+                        records[0] = other[name][-1]
+                ahead = self._read(pool, other, start + size, size) if start + size < n else []
+                yield self._batch(piece, start, max(start - 1, first), min(start + size - 1, n) if ahead else n)
+
+    def _read(
+        self, pool: ThreadPoolExecutor, memory: dict[str, npt.NDArray[Any]], start: int, size: int
+    ) -> list[Future[None]]:
+        stop = min(start + size, len(self._kept))
+        parts = (self.source.tasks(name, start, stop, out[1 : stop - start + 1]) for name, out in memory.items())
+        return [pool.submit(task) for task in itertools.chain.from_iterable(parts)]
+
+    def _batch(self, memory: dict[str, npt.NDArray[Any]], start: int, low: int, high: int) -> TensorDict:
+        """The rows among records ``low .. high``, of which ``memory`` has those from ``start - 1`` on."""
+        index = low + np.flatnonzero(self._kept[low:high])
+        following = index + ~self.source.steps.end[index]
+        batch = TensorDict({}, [len(index)])
+        for name, column in self.columns.items():
+            records = torch.from_numpy(memory[name]).view(-1, *column.row_shape)
+            batch[column.key] = _taken(records, index - start + 1)
+            if column.key in self.shared:
+                batch["next", *column.key] = _taken(records, following - start + 1)
+        done, terminated = self._done[index], self.source.steps.terminated[index]
+        truncated = self.source.steps.truncated[index] | (done & ~terminated)
+        for flag, value in zip(FLAGS, (done, terminated, truncated), strict=True):
+            batch["next", flag] = torch.from_numpy(value).unsqueeze(1)
+        return batch
+
+
+def _taken(records: Tensor, index: npt.NDArray[np.int64]) -> Tensor:
+    """Rows of a tensor: a view where they follow each other."""
+    if len(index) and (np.diff(index) == 1).all():
+        return records[index[0] : index[-1] + 1]
+    return records[torch.from_numpy(index)]
