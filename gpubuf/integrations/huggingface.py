@@ -94,11 +94,11 @@ def _array(arrow: Any, key: str, value: Any) -> Any:
 
 
 def _columns(names: Sequence[str], arrays: Sequence[Any], n: int) -> TensorDict:
-    return TensorDict({name: _values(name, array, n) for name, array in zip(names, arrays, strict=True)}, [n])
+    return TensorDict({name: values_of(name, array, n) for name, array in zip(names, arrays, strict=True)}, [n])
 
 
-def _values(name: str, array: Any, n: int) -> Any:
-    """What :func:`_array` made a column of."""
+def values_of(name: str, array: Any, n: int) -> Any:
+    """What :func:`_array` made a column of: a column of Arrow as a tensor ``[n, ...]``, a TensorDict or texts."""
     import pyarrow
     from pyarrow import compute
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpubuf.data.loading.recording import Column, Source, Statistics, Steps, flag_of, key_of, stamps
+from gpubuf.data.loading.recording import Column, Source, Statistics, Steps, flag_of, key_of, overlaps, stamps
 
 
 def open_hdf5(path: Path, filter_key: str | None = None) -> Source:
@@ -103,15 +103,11 @@ class Hdf5Episodes:
         return found
 
     def _fill(self, name: str, start: int, out: npt.NDArray[Any]) -> None:
-        stop = start + len(out)
-        first = int(np.searchsorted(self._starts, start, "right")) - 1
-        for number in range(first, int(np.searchsorted(self._starts, stop))):
-            begin, end = self._starts[number : number + 2]
-            low, high = max(start, begin), min(stop, end)
+        for number, records, places in overlaps(self._starts, start, start + len(out)):
             # An episode's last observation has no action.
-            part = self._groups[number][name][low - begin : high - begin]
-            out[low - start : low - start + len(part)] = part
-            out[low - start + len(part) : high - start] = 0
+            part = self._groups[number][name][records]
+            out[places][: len(part)] = part
+            out[places][len(part) :] = 0
 
     def tasks(self, name: str, start: int, stop: int, out: npt.NDArray[Any], /) -> Sequence[Callable[[], None]]:
         return [lambda: self._fill(name, start, out)]

@@ -73,6 +73,15 @@ def _reader(path: Path, filter_key: str | None) -> Source:
         from gpubuf.data.loading.hdf5 import open_hdf5
 
         return open_hdf5(found, filter_key)
+    if (found / "meta" / "info.json").exists():
+        from gpubuf.data.loading.lerobot import LeRobotFolder
+
+        return LeRobotFolder(found)
+    tables = [found] if found.suffix == ".parquet" else sorted(found.rglob("*.parquet"))
+    if tables:
+        from gpubuf.data.loading.parquet import ParquetTable
+
+        return ParquetTable(tables)
     raise ValueError(f"{path} is of no known format: npz, HDF5, Minari, Parquet, LeRobot v3")
 
 

@@ -52,6 +52,17 @@ def stamps(paths: Sequence[Path]) -> list[list[Any]]:
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
 
 
+def overlaps(starts: npt.NDArray[Any], start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
+    """The parts that have records ``start .. stop``: number, which of its records, and which of these they are.
+
+    ``starts`` are the first records of all parts, and the number of records.
+    """
+    first = int(np.searchsorted(starts, start, "right")) - 1
+    for number in range(first, int(np.searchsorted(starts, stop))):
+        begin, low, high = int(starts[number]), max(start, int(starts[number])), min(stop, int(starts[number + 1]))
+        yield number, slice(low - begin, high - begin), slice(low - start, high - start)
+
+
 def flag_of(name: str) -> str:
     """Which of the flags of :meth:`Steps.of` a column is, from its name in a file; ``""``: none."""
     return _FLAGS.get(name.removeprefix("next."), "")
@@ -163,10 +174,10 @@ class Source(Protocol):
         statistics: what the files say of columns, by their names.
     """
 
-    columns: Mapping[str, Column]
+    columns: dict[str, Column]
     steps: Steps
     identity: Any
-    statistics: Mapping[str, Statistics]
+    statistics: dict[str, Statistics]
 
     def tasks(self, name: str, start: int, stop: int, out: npt.NDArray[Any], /) -> Sequence[Callable[[], None]]:
         """What reads records ``start .. stop`` of a column into ``out``, in any order and in several threads.
