@@ -40,9 +40,8 @@ def run(options: dict[str, Any]) -> int:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source", type=Path, metavar="SOURCE", help="a file, or the folder of Minari, Parquet or LeRobot"
-    )
+    source = "a file, or a folder of Minari, Parquet files or LeRobot"
+    parser.add_argument("source", type=Path, metavar="SOURCE", help=source)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--into", type=Path, metavar="FOLDER", help="the folder of the mapped files")
     where.add_argument("--plan", action="store_true", help="only say how much memory the rows take, and where they fit")

@@ -86,14 +86,14 @@ def same(rows, expected, with_reward: bool = True) -> None:
 
 
 @formats
-@pytest.mark.parametrize("n_bytes", [1, 200, 1 << 26])
+@pytest.mark.parametrize("n_bytes", [1, 200, 1 << 28])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_rows_are_those_of_the_episodes(name: str, n_bytes: int, seed: int, tmp_path: Path, monkeypatch):
     """Whatever the pieces in which they are read."""
     recorded = episodes(seed)
     cut(monkeypatch, n_bytes)
     source = written(name, tmp_path, recorded)
-    buffer = load_dataset(source, device="cpu", workers=2)
+    buffer = load_dataset(source, device="cpu", workers=4)
     expected = rows_of(recorded, **FORMATS[name][3])
     same(buffer.storage[:], expected, with_reward="ogbench" not in name)
     assert open_dataset(source).trajectories == sum(row[4] for row in expected)
@@ -137,13 +137,14 @@ def test_without_next_observations_every_action_stays(tmp_path: Path, recorded):
 def test_keys_select_and_rename(tmp_path: Path, recorded):
     source = written("npz with next", tmp_path, recorded)
     listed = load_dataset(source, device="cpu", keys=["observations"]).storage[:]
-    assert "action" not in listed.keys() and "reward" not in listed["next"].keys()
+    assert "action" not in listed.keys()
+    assert "reward" not in listed["next"].keys()
     renamed = load_dataset(source, device="cpu", keys={("a", "pixels"): "observations", "action": "actions"}).storage[:]
     expected = rows_of(recorded, knows_next=True)
     for rows, key in ((listed, ("observation",)), (renamed, ("a", "pixels"))):
         assert torch.equal(rows[key], torch.from_numpy(np.stack([row[0] for row in expected])))
         assert torch.equal(rows["next", *key], torch.from_numpy(np.stack([row[3] for row in expected])))
-    with pytest.raises(KeyError, match="no 'pixels'.*observations"):
+    with pytest.raises(KeyError, match=r"no 'pixels'.*observations"):
         open_dataset(source, keys=["pixels"])
 
 
@@ -157,6 +158,7 @@ def test_a_mask_of_robomimic_chooses_demonstrations(tmp_path: Path, recorded):
 
 
 @h5py
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_minari_reads_as_its_own_package_does(tmp_path: Path, monkeypatch):
     """A data set that the package made, with a dictionary of observations."""
     minari = pytest.importorskip("minari")
@@ -206,7 +208,8 @@ def test_a_reader_of_ones_own_is_taken(recorded):
             return [lambda: np.copyto(out, np.arange(start, stop))]
 
     rows = load_dataset(Numbers(), device="cpu").storage[:]
-    assert rows["observation"].tolist() == [0, 1, 3] and rows["next", "observation"].tolist() == [1, 2, 4]
+    assert rows["observation"].tolist() == [0, 1, 3]
+    assert rows["next", "observation"].tolist() == [1, 2, 4]
     assert rows["next", "done"].flatten().tolist() == [False, True, True]
 
 
@@ -227,7 +230,8 @@ def test_a_buffer_that_is_given_gets_the_rows_after_its_own(tmp_path: Path, reco
 def test_options_are_those_of_the_buffer(tmp_path: Path, recorded):
     source = written("npz", tmp_path, recorded)
     buffer = load_dataset(source, storage=LazyTensorStorage(500, dtypes={"observation": torch.float16}), batch_size=7)
-    assert buffer.sample()["observation"].shape == (7, 3) and buffer.storage.max_size == 500
+    assert buffer.sample()["observation"].shape == (7, 3)
+    assert buffer.storage.max_size == 500
     assert load_dataset(source, device="cpu", capacity=300).storage.max_size == 300
 
 
@@ -267,7 +271,8 @@ def test_a_load_that_was_killed_goes_on_where_it_stopped(pieces: int, tmp_path: 
     assert done.returncode == -signal.SIGKILL
     before = len(LazyMemmapStorage.open(rows)) if pieces else 0
     expected = rows_of(recorded, knows_next=False)
-    assert (before > 0) == (pieces > 0) and before < len(expected)
+    assert (before > 0) == (pieces > 0)
+    assert before < len(expected)
     written_rows = []
     extend = TensorDictReplayBuffer.extend
     monkeypatch.setattr(
@@ -346,9 +351,9 @@ def test_each_frame_of_a_video_is_decoded_once(kind: str, piece: int, tmp_path: 
         # The order in which threads run them is any.
         for task in reversed(tasks):
             task()
-        np.testing.assert_array_equal(out, expected[start : start + piece][:, [2, 0, 1]])
+        np.testing.assert_array_equal(out, expected[start : start + piece])
     assert len(decoded) == len(set(decoded)) == n
-    assert most > 1 or piece < 2 * video.LEAST or kind == "long"
+    assert (most > 1) == (piece >= 32 and kind not in ("long", "open"))
 
 
 @arrow
@@ -358,7 +363,7 @@ def test_frames_of_lerobot_belong_to_their_rows(gop: int, tmp_path: Path, monkey
     recorded = episodes(4, longest=40, count=8)
     files.write_lerobot(tmp_path / "a", recorded, gop)
     videos = sorted((tmp_path / "a/videos").rglob("*.mp4"))
-    frames = np.concatenate([files.read_video(path) for path in videos])[:, [2, 0, 1]]
+    frames = np.concatenate([files.read_video(path) for path in videos])
     firsts = np.cumsum([0, *map(len, recorded)])
     index = np.concatenate(
         [np.arange(first, first + len(each) - 1) for first, each in zip(firsts, recorded, strict=False)]
@@ -391,7 +396,7 @@ def test_statistics_of_lerobot_normalise(tmp_path: Path, recorded):
 
 def test_files_that_say_nothing_of_ends_are_refused(tmp_path: Path):
     np.savez(tmp_path / "a.npz", observations=np.zeros((3, 2)), rewards=np.zeros(3))
-    with pytest.raises(ValueError, match="where trajectories end: expected one of.*'timeouts'"):
+    with pytest.raises(ValueError, match=r"where trajectories end: expected one of.*'timeouts'"):
         open_dataset(tmp_path / "a.npz")
     np.savez(tmp_path / "a.npz", observations=np.zeros((3, 2)).T.copy().T, rewards=np.zeros(3), terminals=np.zeros(3))
     with pytest.raises(ValueError, match="Fortran order"):
@@ -426,7 +431,8 @@ def test_the_command_plans_and_loads(tmp_path: Path, recorded, capsys):
     assert all(
         len(line) <= 80 for line in printed.splitlines() if not line.startswith(" ") and str(tmp_path) not in line
     )
-    assert len(storage) == sum(map(len, recorded)) and "reward" not in storage[:]["next"].keys()
+    assert len(storage) == sum(map(len, recorded))
+    assert "reward" not in storage[:]["next"].keys()
     assert main(["load", source, "--into", str(rows)]) == 2
     assert main(["load", source, "--plan", "--keys", "pixels"]) == 2
     assert main(["load", str(tmp_path / "missing"), "--plan"]) == 2

@@ -165,8 +165,8 @@ def read_video(path: Path) -> np.ndarray:
     import av
 
     with av.open(str(path)) as container:
-        planes = [frame.reformat(format="gbrp").to_ndarray() for frame in container.decode(video=0)]
-    return np.stack(planes)
+        images = [frame.reformat(format="gbrp").to_ndarray() for frame in container.decode(video=0)]
+    return np.stack(images).transpose(0, 3, 1, 2)
 
 
 def write_lerobot(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpubuf.data.loading.recording import Column, Source, Statistics, Steps, flag_of, key_of, overlaps, stamps
+from gpubuf.data.loading.recording import Column, ColumnStatistics, Source, Steps, flag_of, key_of, overlaps, stamps
 
 
 def open_hdf5(path: Path, filter_key: str | None = None) -> Source:
@@ -61,7 +61,7 @@ class Hdf5Table:
 
     def __init__(self, path: Path, file: Any) -> None:
         self.identity: Any = stamps([path])
-        self.statistics: dict[str, Statistics] = {}
+        self.statistics: dict[str, ColumnStatistics] = {}
         self._found = dict(_datasets(file))
         self.steps = Steps.of({flag_of(name): each[:] for name, each in self._found.items() if flag_of(name)})
         self.columns = {
@@ -80,7 +80,7 @@ class Hdf5Episodes:
 
     def __init__(self, identity: Any, groups: Sequence[Any]) -> None:
         self.identity = identity
-        self.statistics: dict[str, Statistics] = {}
+        self.statistics: dict[str, ColumnStatistics] = {}
         self._groups = groups
         found = dict(_datasets(groups[0]))
         self.columns = {

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpubuf.data.loading.parquet import ParquetTable
-from gpubuf.data.loading.recording import Column, Statistics, overlaps, stamps
+from gpubuf.data.loading.recording import Column, ColumnStatistics, overlaps, stamps
 from gpubuf.data.loading.video import VideoFile
 from gpubuf.integrations.lerobot import LeRobotDatasetAdapter
 
@@ -100,11 +100,11 @@ def _size(feature: Mapping[str, Any]) -> tuple[int, int]:
     return shape[names.index("height")], shape[names.index("width")]
 
 
-def _statistics(path: Path) -> dict[str, Statistics]:
+def _statistics(path: Path) -> dict[str, ColumnStatistics]:
     if not path.exists():
         return {}
-    return {
-        name: Statistics(each["count"], each["mean"], each["std"], np.maximum(np.abs(each["min"]), np.abs(each["max"])))
-        for name, each in json.loads(path.read_text()).items()
-        if {"count", "mean", "std", "min", "max"} <= each.keys()
-    }
+    found = {}
+    for name, each in json.loads(path.read_text()).items():
+        peak = np.maximum(np.abs(each["min"]), np.abs(each["max"]))
+        found[name] = ColumnStatistics(each["count"], each["mean"], each["std"], peak)
+    return found

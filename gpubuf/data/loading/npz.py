@@ -10,7 +10,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from gpubuf.data.loading.recording import Column, Statistics, Steps, flag_of, key_of, stamps
+from gpubuf.data.loading.recording import Column, ColumnStatistics, Steps, flag_of, key_of, stamps
 
 _READ = 1 << 22
 
@@ -28,7 +28,7 @@ class NpzFile:
 
     def __init__(self, path: Path) -> None:
         self.identity: Any = stamps([path])
-        self.statistics: dict[str, Statistics] = {}
+        self.statistics: dict[str, ColumnStatistics] = {}
         self._archive = zipfile.ZipFile(path)
         self._members = {
             info.filename.removesuffix(".npy"): self._begin(info.filename) for info in self._archive.infolist()

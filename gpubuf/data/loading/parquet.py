@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpubuf.data.loading.recording import Column, Statistics, Steps, flag_of, key_of, overlaps, stamps
+from gpubuf.data.loading.recording import Column, ColumnStatistics, Steps, flag_of, key_of, overlaps, stamps
 from gpubuf.integrations.huggingface import values_of
 
 
@@ -37,9 +38,11 @@ class ParquetTable:
         from pyarrow import types
 
         self.identity: Any = stamps(paths)
-        self.statistics: dict[str, Statistics] = {}
+        self.statistics: dict[str, ColumnStatistics] = {}
         self._groups = [(file, group) for file in files for group in range(file.num_row_groups)]
         self._starts = np.cumsum([0, *(file.metadata.row_group(group).num_rows for file, group in self._groups)])
+        # A file of pyarrow is for one thread at a time.
+        self._lock = threading.Lock()
         #: Of each column the group that was read last: pieces are shorter than groups, or longer.
         self._last: dict[str, tuple[int, npt.NDArray[Any]]] = {}
         self.columns = {}
@@ -68,7 +71,8 @@ class ParquetTable:
     def _group(self, name: str, number: int) -> npt.NDArray[Any]:
         if self._last.get(name, (-1, None))[0] != number:
             file, group = self._groups[number]
-            table = file.read_row_group(group, columns=[name], use_threads=False)
+            with self._lock:
+                table = file.read_row_group(group, columns=[name], use_threads=False)
             self._last[name] = number, values_of(name, table.column(name).combine_chunks(), len(table)).numpy()
         return self._last[name][1]
 

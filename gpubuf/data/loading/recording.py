@@ -21,8 +21,11 @@ from gpubuf.data.storage.layout import Key, as_key, as_written
 from gpubuf.data.storage.share_next import entries_of
 from gpubuf.planning import Plan, plan
 
-CHUNK_BYTES = 1 << 26
-"""Bytes that are read at a time. Two chunks are in memory: one is read while the other is written."""
+CHUNK_BYTES = 1 << 28
+"""Bytes that are read at a time: enough frames for all threads. Two chunks are in memory, one of which is written."""
+
+LARGE_ROW = 1 << 12
+"""Bytes of rows that are not copied once more, to leave out some between them: they are written in several calls."""
 
 FLAGS = ("done", "terminated", "truncated")
 
@@ -154,7 +157,7 @@ class Steps:
         return cls(end, terminated.astype(bool), truncated.astype(bool), end if last else np.zeros_like(end))
 
 
-class Statistics(NamedTuple):
+class ColumnStatistics(NamedTuple):
     """What a data set says of a column: numbers that were counted, their mean and standard deviation, and the largest
     magnitude; float64, ``[elements]`` each or one number."""
 
@@ -177,7 +180,7 @@ class Source(Protocol):
     columns: dict[str, Column]
     steps: Steps
     identity: Any
-    statistics: dict[str, Statistics]
+    statistics: dict[str, ColumnStatistics]
 
     def tasks(self, name: str, start: int, stop: int, out: npt.NDArray[Any], /) -> Sequence[Callable[[], None]]:
         """What reads records ``start .. stop`` of a column into ``out``, in any order and in several threads.
@@ -339,7 +342,7 @@ class Recording:
         )
 
     def batches(self, begin: int = 0, workers: int | None = None) -> Iterator[TensorDict]:
-        """Its rows in order, in pieces of some 64 MB, each good until the next one is asked for.
+        """Its rows in order, in pieces of at most 256 MB, each good until the next one is asked for.
 
         Args:
             begin: leave out so many rows.
@@ -360,7 +363,7 @@ class Recording:
                     for name, records in piece.items():
                         records[0] = other[name][-1]
                 ahead = self._read(pool, other, start + size, size) if start + size < n else []
-                yield self._batch(piece, start, max(start - 1, first), min(start + size - 1, n) if ahead else n)
+                yield from self._batches(piece, start, max(start - 1, first), start + size - 1 if ahead else n)
 
     def _read(
         self, pool: ThreadPoolExecutor, memory: dict[str, npt.NDArray[Any]], start: int, size: int
@@ -369,16 +372,24 @@ class Recording:
         parts = (self.source.tasks(name, start, stop, out[1 : stop - start + 1]) for name, out in memory.items())
         return [pool.submit(task) for task in itertools.chain.from_iterable(parts)]
 
-    def _batch(self, memory: dict[str, npt.NDArray[Any]], start: int, low: int, high: int) -> TensorDict:
+    def _batches(self, memory: dict[str, npt.NDArray[Any]], start: int, low: int, high: int) -> Iterator[TensorDict]:
         """The rows among records ``low .. high``, of which ``memory`` has those from ``start - 1`` on."""
         index = low + np.flatnonzero(self._kept[low:high])
         following = index + ~self.source.steps.end[index]
+        jumps = (np.diff(index) != 1) | (np.diff(following) != 1) if self.row_bytes >= LARGE_ROW else ()
+        cuts = np.flatnonzero(jumps) + 1
+        for rows, nexts in zip(np.split(index, cuts), np.split(following, cuts), strict=True):
+            yield self._batch(memory, rows, nexts, 1 - start)
+
+    def _batch(
+        self, memory: dict[str, npt.NDArray[Any]], index: npt.NDArray[Any], following: npt.NDArray[Any], shift: int
+    ) -> TensorDict:
         batch = TensorDict({}, [len(index)])
         for name, column in self.columns.items():
             records = torch.from_numpy(memory[name]).view(-1, *column.row_shape)
-            batch[column.key] = _taken(records, index - start + 1)
+            batch[column.key] = _taken(records, index + shift)
             if column.key in self.shared:
-                batch["next", *column.key] = _taken(records, following - start + 1)
+                batch["next", *column.key] = _taken(records, following + shift)
         done, terminated = self._done[index], self.source.steps.terminated[index]
         truncated = self.source.steps.truncated[index] | (done & ~terminated)
         for flag, value in zip(FLAGS, (done, terminated, truncated), strict=True):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-LEAST = 16
+LEAST = 8
 """Frames that a task decodes at least. A video that can't be entered so often is decoded by threads of FFmpeg's."""
 
 Frames = Iterator[Any]
@@ -49,7 +49,7 @@ class VideoFile:
         enters = {pts: dts for (pts, dts, key), least in zip(packets, later, strict=True) if key and pts < least}
         self._decoded_at = list(enters.values())
         self._entries = np.searchsorted(self._shown, list(enters))
-        self._threads = 1 if len(packets) <= 4 * LEAST * len(enters) else 0
+        self._threads = 1 if len(packets) <= 8 * LEAST * len(enters) else 0
         self._idle: list[Any] = []
         self._open_at: tuple[int, Frames] = (-1, iter(()))
 
@@ -88,6 +88,9 @@ class VideoFile:
         stop = start + len(out)
         if stop not in self._entries:
             self._open_at = stop, run
+        else:
+            # It is over, and leaves its container to the next one.
+            next(run, None)
 
     def _run(self, start: int, stop: int) -> Frames:
         """The frames from ``start`` to the first entry that is not before ``stop``."""
