@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpubuf.data.loading.parquet import ParquetTable
+from gpubuf.data.loading.parquet import open_files, parquet_table
 from gpubuf.data.loading.recording import Column, ColumnStatistics, overlaps, stamps
 from gpubuf.data.loading.video import VideoFile
 from gpubuf.integrations.lerobot import LeRobotDatasetAdapter
@@ -32,12 +32,10 @@ class LeRobotFolder:
         info = json.loads((folder / "meta" / "info.json").read_text())
         if not str(info["codebase_version"]).startswith("v3"):
             raise ValueError(f"{folder} is of version {info['codebase_version']}, expected v3: LeRobot converts it")
-        self._table = ParquetTable(sorted(folder.glob("data/*/*.parquet")))
+        self._table = parquet_table(sorted(folder.glob("data/*/*.parquet")))
         features: Mapping[str, Any] = info["features"]
         videos = [name for name, feature in features.items() if feature["dtype"] == "video"]
-        episodes = ParquetTable.read(sorted(folder.glob("meta/episodes/*/*.parquet")), _wanted(videos))
-        order = np.argsort(episodes["dataset_from_index"])
-        episodes = {name: column[order] for name, column in episodes.items()}
+        episodes = _episodes(sorted(folder.glob("meta/episodes/*/*.parquet")), videos)
         starts = np.append(episodes["dataset_from_index"], len(self._table.steps.end))
         if not np.array_equal(np.append(0, episodes["dataset_to_index"]), starts):
             raise ValueError(f"the episodes of {folder} don't follow each other from frame 0 to {starts[-1]}")
@@ -89,9 +87,15 @@ class Camera:
         return [task for (file, frame, at), end in parts for task in file.tasks(frame + at, out[at:end])]
 
 
-def _wanted(videos: Sequence[str]) -> list[str]:
+def _episodes(paths: Sequence[Path], videos: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+    """What the files say of episodes, in their order."""
     parts = ("chunk_index", "file_index", "from_timestamp")
-    return ["dataset_from_index", "dataset_to_index", *(f"videos/{name}/{part}" for name in videos for part in parts)]
+    names = [f"dataset_{side}_index" for side in ("from", "to")]
+    names += [f"videos/{name}/{part}" for name in videos for part in parts]
+    tables = [file.read(columns=names) for file in open_files(paths)]
+    columns = {name: np.concatenate([table.column(name).to_numpy() for table in tables]) for name in names}
+    order = np.argsort(columns[names[0]])
+    return {name: column[order] for name, column in columns.items()}
 
 
 def _size(feature: Mapping[str, Any]) -> tuple[int, int]:

@@ -66,22 +66,22 @@ def _reader(path: Path, filter_key: str | None) -> Source:
     mains = [path / "main_data.hdf5", path / "data" / "main_data.hdf5"]
     found = next((main for main in mains if main.exists()), path)
     if found.suffix == ".npz":
-        from gpubuf.data.loading.npz import NpzFile
+        from gpubuf.data.loading.npz import npz_table
 
-        return NpzFile(found)
+        return npz_table(found)
     if found.suffix in (".hdf5", ".h5", ".hdf"):
-        from gpubuf.data.loading.hdf5 import open_hdf5
+        from gpubuf.data.loading.hdf5 import hdf5_table
 
-        return open_hdf5(found, filter_key)
+        return hdf5_table(found, filter_key)
     if (found / "meta" / "info.json").exists():
         from gpubuf.data.loading.lerobot import LeRobotFolder
 
         return LeRobotFolder(found)
     tables = [found] if found.suffix == ".parquet" else sorted(found.rglob("*.parquet"))
     if tables:
-        from gpubuf.data.loading.parquet import ParquetTable
+        from gpubuf.data.loading.parquet import parquet_table
 
-        return ParquetTable(tables)
+        return parquet_table(tables)
     raise ValueError(f"{path} is of no known format: npz, HDF5, Minari, Parquet, LeRobot v3")
 
 

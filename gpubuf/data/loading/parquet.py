@@ -1,20 +1,26 @@
-"""Parquet: a table in a file, or in the files of a folder, in the order of their names."""
+"""Parquet: a table in a file, or in several one after the other."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from gpubuf.data.loading.recording import Column, ColumnStatistics, Steps, flag_of, key_of, overlaps, stamps
+from gpubuf.data.loading.recording import Table, overlaps, stamps
 from gpubuf.integrations.huggingface import values_of
 
 
-def _opened(paths: Sequence[Path]) -> list[Any]:
+def open_files(paths: Sequence[Path]) -> list[Any]:
+    """The files as pyarrow has them.
+
+    Raises:
+        ImportError: pyarrow is missing.
+    """
     try:
         from pyarrow import parquet
     except ImportError as error:
@@ -22,63 +28,33 @@ def _opened(paths: Sequence[Path]) -> list[Any]:
     return [parquet.ParquetFile(path) for path in paths]
 
 
-class ParquetTable:
-    """A table, with lists of one length as arrays.
-
-    Args:
-        paths: the files, in order.
+def parquet_table(paths: Sequence[Path]) -> Table:
+    """What reads files in their order: columns of numbers, and of lists of one length as arrays.
 
     Raises:
         ImportError: pyarrow is missing.
         ValueError: no column says where trajectories end, or rows of a column have different lengths.
     """
+    files = open_files(paths)
+    groups = [(file, group) for file in files for group in range(file.num_row_groups)]
+    starts = np.cumsum([0, *(file.metadata.row_group(group).num_rows for file, group in groups)])
+    # A file of pyarrow is for one thread at a time.
+    lock = threading.Lock()
+    # Of each column the group that was read last: pieces are shorter than groups, or longer.
+    last: dict[str, tuple[int, npt.NDArray[Any]]] = {}
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        files = _opened(paths)
-        from pyarrow import types
+    def fill(name: str, start: int, out: npt.NDArray[Any]) -> None:
+        for number, records, places in overlaps(starts, start, start + len(out)):
+            if last.get(name, (-1, None))[0] != number:
+                file, group = groups[number]
+                with lock:
+                    column = file.read_row_group(group, columns=[name], use_threads=False).column(name)
+                last[name] = number, values_of(name, column.combine_chunks(), len(column)).numpy()
+            out[places] = last[name][1][records]
 
-        self.identity: Any = stamps(paths)
-        self.statistics: dict[str, ColumnStatistics] = {}
-        self._groups = [(file, group) for file in files for group in range(file.num_row_groups)]
-        self._starts = np.cumsum([0, *(file.metadata.row_group(group).num_rows for file, group in self._groups)])
-        # A file of pyarrow is for one thread at a time.
-        self._lock = threading.Lock()
-        #: Of each column the group that was read last: pieces are shorter than groups, or longer.
-        self._last: dict[str, tuple[int, npt.NDArray[Any]]] = {}
-        self.columns = {}
-        first = next(files[0].iter_batches(batch_size=1))
-        for name, column, kind in zip(first.schema.names, first.columns, first.schema.types, strict=True):
-            while types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-                kind = kind.value_type
-            if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
-                value = values_of(name, column, 1).numpy()
-                self.columns[name] = Column.of(key_of(name), value.shape[1:], value.dtype)
-        flags = [name for name in self.columns if flag_of(name)]
-        self.steps = Steps.of({flag_of(name): self.whole(name) for name in flags})
-        for name in flags:
-            del self.columns[name]
-
-    @staticmethod
-    def read(paths: Sequence[Path], names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-        """Columns of numbers of the files, ``[records]`` each."""
-        tables = [file.read(columns=list(names)) for file in _opened(paths)]
-        return {name: np.concatenate([table.column(name).to_numpy() for table in tables]) for name in names}
-
-    def whole(self, name: str) -> npt.NDArray[Any]:
-        """A column, ``[records, ...]``."""
-        return np.concatenate([self._group(name, number) for number in range(len(self._groups))])
-
-    def _group(self, name: str, number: int) -> npt.NDArray[Any]:
-        if self._last.get(name, (-1, None))[0] != number:
-            file, group = self._groups[number]
-            with self._lock:
-                table = file.read_row_group(group, columns=[name], use_threads=False)
-            self._last[name] = number, values_of(name, table.column(name).combine_chunks(), len(table)).numpy()
-        return self._last[name][1]
-
-    def _fill(self, name: str, start: int, out: npt.NDArray[Any]) -> None:
-        for number, records, places in overlaps(self._starts, start, start + len(out)):
-            out[places] = self._group(name, number)[records]
-
-    def tasks(self, name: str, start: int, stop: int, out: npt.NDArray[Any], /) -> Sequence[Callable[[], None]]:
-        return [lambda: self._fill(name, start, out)]
+    arrays = {}
+    first = next(files[0].iter_batches(batch_size=1))
+    for name, column in zip(first.schema.names, first.columns, strict=True):
+        if "struct" not in str(column.type) and isinstance(value := values_of(name, column, 1), torch.Tensor):
+            arrays[name] = (int(starts[-1]), *value.shape[1:]), value.numpy().dtype
+    return Table(stamps(paths), arrays, fill)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,27 +22,29 @@ from gpubuf.data.storage.layout import Key, as_key, as_written
 from gpubuf.data.storage.share_next import entries_of
 from gpubuf.planning import Plan, plan
 
+#: Bytes that are read at a time: enough frames for all threads. Two chunks are in memory, one of which is written.
 CHUNK_BYTES = 1 << 28
-"""Bytes that are read at a time: enough frames for all threads. Two chunks are in memory, one of which is written."""
 
+#: Bytes of rows that are not copied once more, to leave out some between them: they are written in several calls.
 LARGE_ROW = 1 << 12
-"""Bytes of rows that are not copied once more, to leave out some between them: they are written in several calls."""
 
 FLAGS = ("done", "terminated", "truncated")
 
-_KEYS: dict[str, Key] = {
-    **dict.fromkeys(("observation", "observations", "obs"), ("observation",)),
-    **dict.fromkeys(("next_observation", "next_observations", "next_obs"), ("next", "observation")),
-    **dict.fromkeys(("action", "actions"), ("action",)),
-    **dict.fromkeys(("reward", "rewards"), ("next", "reward")),
+_NAMES: dict[Key, str] = {
+    ("observation",): "observation observations obs",
+    ("next", "observation"): "next_observation next_observations next_obs",
+    ("action",): "action actions",
+    ("next", "reward"): "reward rewards",
 }
-_FLAGS = {
-    **dict.fromkeys(("terminals", "terminated", "terminations"), "terminated"),
-    **dict.fromkeys(("timeouts", "truncated", "truncations"), "truncated"),
-    **dict.fromkeys(("done", "dones"), "done"),
-    **dict.fromkeys(("episode", "episode_index", "episode_id", "traj_ids", "trajectory"), "episode"),
-    "valids": "valid",
+_FLAG_NAMES = {
+    "terminated": "terminals terminated terminations",
+    "truncated": "timeouts truncated truncations",
+    "done": "done dones",
+    "episode": "episode episode_index episode_id traj_ids trajectory",
+    "valid": "valids",
 }
+_KEYS = {name: key for key, names in _NAMES.items() for name in names.split()}
+_FLAGS = {name: flag for flag, names in _FLAG_NAMES.items() for name in names.split()}
 
 
 def key_of(name: str) -> Key:
@@ -147,15 +150,6 @@ class Steps:
         end[-1:] = True
         return cls(end, terminated & ~last, truncated, last)
 
-    @classmethod
-    def of_lengths(
-        cls, lengths: Sequence[int], terminated: npt.NDArray[Any], truncated: npt.NDArray[Any], last: bool
-    ) -> Steps:
-        """Those of episodes one after the other; ``last``: whether each ends with an observation alone."""
-        end = np.zeros(sum(lengths), bool)
-        end[np.cumsum(lengths) - 1] = True
-        return cls(end, terminated.astype(bool), truncated.astype(bool), end if last else np.zeros_like(end))
-
 
 class ColumnStatistics(NamedTuple):
     """What a data set says of a column: numbers that were counted, their mean and standard deviation, and the largest
@@ -187,6 +181,49 @@ class Source(Protocol):
 
         Asked in order: the records of a call follow those of the one before it, whose tasks are done.
         """
+
+
+class Table:
+    """A source whose columns are arrays, some of which say where trajectories end.
+
+    Without rewards and next observations it is one of OGBench: a terminal, or what is not valid, is an observation
+    alone, and what the record before it led to, by truncation.
+
+    Args:
+        identity: of the source.
+        arrays: shape ``[records, ...]`` and dtype of each, by their names in the files.
+        fill: reads records of an array from a number on into memory.
+        flags: more of those that :meth:`Steps.of` takes.
+
+    Raises:
+        ValueError: nothing says where trajectories end.
+    """
+
+    def __init__(
+        self,
+        identity: Any,
+        arrays: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]],
+        fill: Callable[[str, int, npt.NDArray[Any]], None],
+        flags: Mapping[str, npt.NDArray[Any]] | None = None,
+    ) -> None:
+        self.identity, self._fill = identity, fill
+        self.statistics: dict[str, ColumnStatistics] = {}
+        found = dict(flags or {})
+        for name, (shape, dtype) in arrays.items():
+            if flag_of(name):
+                found[flag_of(name)] = np.empty(shape, dtype)
+                fill(name, 0, found[flag_of(name)])
+        if "terminated" in found and not {key_of(name)[0] for name in arrays} & {"next"}:
+            found = {"valid": found.get("valid", found["terminated"] == 0)}
+        self.steps = Steps.of(found)
+        self.columns = {
+            name: Column.of(key_of(name), shape[1:], dtype)
+            for name, (shape, dtype) in arrays.items()
+            if shape[:1] == self.steps.end.shape and dtype.kind in "biuf" and not flag_of(name)
+        }
+
+    def tasks(self, name: str, start: int, stop: int, out: npt.NDArray[Any], /) -> Sequence[Callable[[], None]]:
+        return [functools.partial(self._fill, name, start, out)]
 
 
 @dataclass
