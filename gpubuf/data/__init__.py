@@ -8,7 +8,7 @@ from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.ingress.client import WriterClient
 from gpubuf.data.ingress.options import Writers
 from gpubuf.data.loading.load import load_dataset, open_dataset
-from gpubuf.data.loading.recording import Column, ColumnStatistics, Recording, Source, Steps
+from gpubuf.data.loading.recording import Column, Recording, Source, Steps
 from gpubuf.data.mixed import MixedReplayBuffer
 from gpubuf.data.processing.augment import Clip, Mirror, RandomShift
 from gpubuf.data.processing.reward_scale import RewardScale
@@ -38,7 +38,6 @@ __all__ = [
     "Clip",
     "Codec",
     "Column",
-    "ColumnStatistics",
     "Compose",
     "Hindsight",
     "ImmutableDatasetWriter",

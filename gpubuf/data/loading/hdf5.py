@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpubuf.data.loading.recording import Table, key_of, overlaps, stamps
+from gpubuf.data.loading.recording import Table, key_of, needed, overlaps, stamps
 
 
 def hdf5_table(path: Path, filter_key: str | None = None) -> Table:
@@ -21,11 +21,7 @@ def hdf5_table(path: Path, filter_key: str | None = None) -> Table:
         KeyError: the file has no such ``filter_key``.
         ValueError: nothing says where trajectories end.
     """
-    try:
-        import h5py
-    except ImportError as error:
-        raise ImportError('reading HDF5 needs h5py: pip install "gpubuf[datasets]"') from error
-    file = h5py.File(path, "r")
+    file = needed("h5py").File(path, "r")
     groups = file["data"] if "data" in file and hasattr(file["data"], "items") else file
     names = [name for name in groups if re.fullmatch(r"(demo|episode)_\d+", name)]
     if filter_key is not None:

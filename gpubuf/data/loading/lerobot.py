@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from gpubuf.data.loading.parquet import open_files, parquet_table
-from gpubuf.data.loading.recording import Column, ColumnStatistics, overlaps, stamps
+from gpubuf.data.loading.parquet import parquet_table
+from gpubuf.data.loading.recording import Column, needed, overlaps, stamps
 from gpubuf.data.loading.video import VideoFile
 from gpubuf.integrations.lerobot import LeRobotDatasetAdapter
 
@@ -92,7 +94,7 @@ def _episodes(paths: Sequence[Path], videos: Sequence[str]) -> dict[str, npt.NDA
     parts = ("chunk_index", "file_index", "from_timestamp")
     names = [f"dataset_{side}_index" for side in ("from", "to")]
     names += [f"videos/{name}/{part}" for name in videos for part in parts]
-    tables = [file.read(columns=names) for file in open_files(paths)]
+    tables = [needed("pyarrow.parquet").read_table(path, columns=names) for path in paths]
     columns = {name: np.concatenate([table.column(name).to_numpy() for table in tables]) for name in names}
     order = np.argsort(columns[names[0]])
     return {name: column[order] for name, column in columns.items()}
@@ -104,11 +106,12 @@ def _size(feature: Mapping[str, Any]) -> tuple[int, int]:
     return shape[names.index("height")], shape[names.index("width")]
 
 
-def _statistics(path: Path) -> dict[str, ColumnStatistics]:
-    if not path.exists():
-        return {}
+def _statistics(path: Path) -> dict[str, dict[str, Tensor]]:
     found = {}
-    for name, each in json.loads(path.read_text()).items():
-        peak = np.maximum(np.abs(each["min"]), np.abs(each["max"]))
-        found[name] = ColumnStatistics(each["count"], each["mean"], each["std"], peak)
+    for name, stated in json.loads(path.read_text()).items() if path.exists() else ():
+        each = {part: np.asarray(stated[part], float).flatten() for part in ("count", "mean", "std", "min", "max")}
+        m2, peak = np.square(each["std"]) * each["count"], np.maximum(np.abs(each["min"]), np.abs(each["max"]))
+        count = np.broadcast_to(each["count"], m2.shape)
+        parts = {"count": count, "mean": each["mean"], "m2": m2, "peak": peak}
+        found[name] = {part: torch.tensor(value, device="cpu") for part, value in parts.items()}
     return found

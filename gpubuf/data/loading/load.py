@@ -19,8 +19,8 @@ from gpubuf.data.storage.placement import NothingFitsError
 from gpubuf.data.tensordict_buffers import TensorDictReplayBuffer
 from gpubuf.terminal import progress_bar
 
+#: In a folder of mapped rows: what is loaded into it.
 SOURCE_FILE = "source.json"
-"""In a folder of mapped rows: what is loaded into it."""
 
 
 def open_dataset(
@@ -126,17 +126,10 @@ def load_dataset(
         ValueError: ``folder`` has other rows, or the files have changed since the load began.
         TypeError: a buffer was given together with what a new one takes.
     """
-    given = {"device": device != "auto", "folder": folder is not None, "capacity": capacity is not None}
-    new_alone = [*(name for name, is_given in given.items() if is_given), *options]
-    if buffer is not None and new_alone:
-        raise TypeError(f"{new_alone} are for a new buffer, and one was given")
-    recording = (
-        source
-        if isinstance(source, Recording)
-        else open_dataset(
-            source, keys=keys, next_observations=next_observations, keep_last=keep_last, filter_key=filter_key
-        )
-    )
+    if buffer is not None and (options or folder is not None or capacity is not None):
+        raise TypeError(f"folder, capacity and {list(options)} are for a new buffer, and one was given")
+    look = {"keys": keys, "next_observations": next_observations, "keep_last": keep_last, "filter_key": filter_key}
+    recording = source if isinstance(source, Recording) else open_dataset(source, **look)  # type: ignore[arg-type]
     begin, size = 0, capacity or recording.rows
     if buffer is None:
         if folder is not None:

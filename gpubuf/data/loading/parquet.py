@@ -11,21 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpubuf.data.loading.recording import Table, overlaps, stamps
+from gpubuf.data.loading.recording import Table, needed, overlaps, stamps
 from gpubuf.integrations.huggingface import values_of
-
-
-def open_files(paths: Sequence[Path]) -> list[Any]:
-    """The files as pyarrow has them.
-
-    Raises:
-        ImportError: pyarrow is missing.
-    """
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ImportError('reading Parquet needs pyarrow: pip install "gpubuf[datasets]"') from error
-    return [parquet.ParquetFile(path) for path in paths]
 
 
 def parquet_table(paths: Sequence[Path]) -> Table:
@@ -35,7 +22,7 @@ def parquet_table(paths: Sequence[Path]) -> Table:
         ImportError: pyarrow is missing.
         ValueError: no column says where trajectories end, or rows of a column have different lengths.
     """
-    files = open_files(paths)
+    files = [needed("pyarrow.parquet").ParquetFile(path) for path in paths]
     groups = [(file, group) for file in files for group in range(file.num_row_groups)]
     starts = np.cumsum([0, *(file.metadata.row_group(group).num_rows for file, group in groups)])
     # A file of pyarrow is for one thread at a time.

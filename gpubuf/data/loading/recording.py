@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +68,18 @@ def overlaps(starts: npt.NDArray[Any], start: int, stop: int) -> Iterator[tuple[
     for number in range(first, int(np.searchsorted(starts, stop))):
         begin, low, high = int(starts[number]), max(start, int(starts[number])), min(stop, int(starts[number + 1]))
         yield number, slice(low - begin, high - begin), slice(low - start, high - start)
+
+
+def needed(package: str) -> Any:
+    """A package that reads a format.
+
+    Raises:
+        ImportError: it is missing.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ImportError(f'this format needs {package.partition(".")[0]}: pip install "gpubuf[datasets]"') from error
 
 
 def flag_of(name: str) -> str:
@@ -151,16 +164,6 @@ class Steps:
         return cls(end, terminated & ~last, truncated, last)
 
 
-class ColumnStatistics(NamedTuple):
-    """What a data set says of a column: numbers that were counted, their mean and standard deviation, and the largest
-    magnitude; float64, ``[elements]`` each or one number."""
-
-    count: Any
-    mean: Any
-    std: Any
-    peak: Any
-
-
 class Source(Protocol):
     """A data set in files, as records in order. A class of your own is one by having these.
 
@@ -168,13 +171,14 @@ class Source(Protocol):
         columns: by their names in the files.
         steps: the ends of trajectories.
         identity: what JSON can say, such as :func:`stamps`: an interrupted load goes on where it is the same.
-        statistics: what the files say of columns, by their names.
+        statistics: what the files say of columns, by their names: count, mean, m2 (the sum of squared deviations) and
+            peak (the largest magnitude), float64 ``[elements]`` each, as in the state of a ``Normalize``.
     """
 
     columns: dict[str, Column]
     steps: Steps
     identity: Any
-    statistics: dict[str, ColumnStatistics]
+    statistics: dict[str, dict[str, Tensor]]
 
     def tasks(self, name: str, start: int, stop: int, out: npt.NDArray[Any], /) -> Sequence[Callable[[], None]]:
         """What reads records ``start .. stop`` of a column into ``out``, in any order and in several threads.
@@ -207,13 +211,17 @@ class Table:
         flags: Mapping[str, npt.NDArray[Any]] | None = None,
     ) -> None:
         self.identity, self._fill = identity, fill
-        self.statistics: dict[str, ColumnStatistics] = {}
+        self.statistics: dict[str, dict[str, Tensor]] = {}
         found = dict(flags or {})
         for name, (shape, dtype) in arrays.items():
             if flag_of(name):
                 found[flag_of(name)] = np.empty(shape, dtype)
                 fill(name, 0, found[flag_of(name)])
-        if "terminated" in found and not {key_of(name)[0] for name in arrays} & {"next"}:
+        if (
+            "terminals" in arrays
+            and found.keys() <= {"terminated", "valid"}
+            and not any(key_of(name)[0] == "next" for name in arrays)
+        ):
             found = {"valid": found.get("valid", found["terminated"] == 0)}
         self.steps = Steps.of(found)
         self.columns = {
@@ -257,30 +265,21 @@ class Recording:
     def of(cls, source: Source, keys: Any = None, next_observations: bool = True, keep_last: bool = False) -> Recording:
         """With chosen keys: see :func:`gpubuf.data.open_dataset`."""
         known = source.columns
-        if keys is None:
-            usual = {key[0] for key in _KEYS.values()}
-            chosen = {name: column for name, column in known.items() if column.key[0] in usual}
+        if isinstance(keys, Mapping):
+            named = {name: as_key(key) for key, name in keys.items()}
         else:
-            named = keys if isinstance(keys, Mapping) else {name: name for name in keys}
-            unknown = [name for name in named.values() if name not in known]
-            if unknown:
-                raise KeyError(f"the data set has no {unknown[0]!r}: it has {sorted(known)}")
-            renamed = isinstance(keys, Mapping)
-            chosen = {
-                name: replace(known[name], key=as_key(key) if renamed else known[name].key)
-                for key, name in named.items()
-            }
-            # What the files say of the next observation goes with the observation.
-            for name, column in list(chosen.items()):
-                twin = ("next", *known[name].key)
-                chosen |= {
-                    other: replace(each, key=("next", *column.key))
-                    for other, each in known.items()
-                    if each.key == twin and other not in chosen and column.has_next
-                }
-        if not next_observations:
-            twins = {("next", *column.key) for column in chosen.values() if column.has_next}
-            chosen = {name: column for name, column in chosen.items() if column.key not in twins}
+            usual = [name for name, column in known.items() if (column.key[0],) in _NAMES or column.key[0] == "next"]
+            named = {name: known[name].key if name in known else () for name in (usual if keys is None else keys)}
+        missing = sorted(named.keys() - known.keys())
+        if missing:
+            raise KeyError(f"the data set has no {missing[0]!r}: it has {sorted(known)}")
+        # A recorded next observation goes with the observation.
+        twins = {("next", *known[name].key): ("next", *key) for name, key in named.items() if known[name].has_next}
+        for name in [name for name, column in known.items() if column.key in twins]:
+            named.setdefault(name, twins[known[name].key])
+            if not next_observations:
+                del named[name]
+        chosen = {name: replace(known[name], key=key) for name, key in named.items()}
         return cls(source, chosen, next_observations, keep_last)
 
     @property
@@ -355,28 +354,15 @@ class Recording:
         Raises:
             KeyError: the files say nothing of a key.
         """
-        known = {
-            column.key: (self.source.statistics[name], int(np.prod(column.shape)))
-            for name, column in self.columns.items()
-            if name in self.source.statistics and column.dtype.kind == "f"
-        }
+        stated = self.source.statistics
+        known = {c.key: stated[name] for name, c in self.columns.items() if name in stated and c.dtype.kind == "f"}
         chosen = list(known) if keys is None else [as_key(key) for key in keys]
         missing = [as_written(key) for key in chosen if key not in known]
         if missing or not chosen:
-            raise KeyError(
-                f"the data set has no statistics of {missing or 'any key'}: process=[Normalize(keys)] counts"
-            )
-        moments = {}
-        for number, key in enumerate(chosen):
-            (count, mean, std, peak), elements = known[key]
-            parts = {"count": count, "mean": mean, "m2": np.square(std) * count, "peak": peak}
-            numbers = {name: np.resize(np.asarray(part, np.float64), elements) for name, part in parts.items()}
-            moments[str(number)] = {name: torch.from_numpy(part) for name, part in numbers.items()}
-        return (
-            Normalize([as_written(key) for key in chosen], update="manual", **options)
-            .merge({"moments": moments})
-            .eval()
-        )
+            raise KeyError(f"the files have no statistics of {missing or 'any key'}: process=[Normalize(keys)] counts")
+        moments = {str(number): known[key] for number, key in enumerate(chosen)}
+        made = Normalize([as_written(key) for key in chosen], update="manual", **options)
+        return made.merge({"moments": moments}).eval()
 
     def batches(self, begin: int = 0, workers: int | None = None) -> Iterator[TensorDict]:
         """Its rows in order, in pieces of at most 256 MB, each good until the next one is asked for.
@@ -386,52 +372,42 @@ class Recording:
             workers: threads that read. Default: as :class:`concurrent.futures.ThreadPoolExecutor` has.
         """
         n, first = len(self._kept), int(np.flatnonzero(self._kept)[begin])
-        size = max(min(CHUNK_BYTES // max(sum(c.n_bytes for c in self.columns.values()), 1), 1 << 16, n - first), 1)
+        size = max(min(CHUNK_BYTES // max(self.row_bytes, 1), 1 << 16, n - first), 1)
         # The first record of a piece is the last one of the piece before.
         memory = [{name: np.empty((size + 1, *c.shape), c.dtype) for name, c in self.columns.items()} for _ in range(2)]
-        starts = range(first, n, size)
+
+        def read(start: int, into: dict[str, npt.NDArray[Any]]) -> list[Future[None]]:
+            stop = min(start + size, n)
+            parts = (self.source.tasks(name, start, stop, out[1 : stop - start + 1]) for name, out in into.items())
+            return [pool.submit(task) for task in itertools.chain.from_iterable(parts)]
+
         with ThreadPoolExecutor(workers) as pool:
-            ahead = self._read(pool, memory[0], first, size)
-            for number, start in enumerate(starts):
+            ahead = read(first, memory[0])
+            for number, start in enumerate(range(first, n, size)):
                 for each in ahead:
                     each.result()
                 piece, other = memory[number % 2], memory[1 - number % 2]
-                if number:
-                    for name, records in piece.items():
-                        records[0] = other[name][-1]
-                ahead = self._read(pool, other, start + size, size) if start + size < n else []
+                for name, records in piece.items():
+                    records[0] = other[name][-1]
+                ahead = read(start + size, other) if start + size < n else []
                 yield from self._batches(piece, start, max(start - 1, first), start + size - 1 if ahead else n)
-
-    def _read(
-        self, pool: ThreadPoolExecutor, memory: dict[str, npt.NDArray[Any]], start: int, size: int
-    ) -> list[Future[None]]:
-        stop = min(start + size, len(self._kept))
-        parts = (self.source.tasks(name, start, stop, out[1 : stop - start + 1]) for name, out in memory.items())
-        return [pool.submit(task) for task in itertools.chain.from_iterable(parts)]
 
     def _batches(self, memory: dict[str, npt.NDArray[Any]], start: int, low: int, high: int) -> Iterator[TensorDict]:
         """The rows among records ``low .. high``, of which ``memory`` has those from ``start - 1`` on."""
-        index = low + np.flatnonzero(self._kept[low:high])
-        following = index + ~self.source.steps.end[index]
-        jumps = (np.diff(index) != 1) | (np.diff(following) != 1) if self.row_bytes >= LARGE_ROW else ()
-        cuts = np.flatnonzero(jumps) + 1
-        for rows, nexts in zip(np.split(index, cuts), np.split(following, cuts), strict=True):
-            yield self._batch(memory, rows, nexts, 1 - start)
-
-    def _batch(
-        self, memory: dict[str, npt.NDArray[Any]], index: npt.NDArray[Any], following: npt.NDArray[Any], shift: int
-    ) -> TensorDict:
-        batch = TensorDict({}, [len(index)])
-        for name, column in self.columns.items():
-            records = torch.from_numpy(memory[name]).view(-1, *column.row_shape)
-            batch[column.key] = _taken(records, index + shift)
-            if column.key in self.shared:
-                batch["next", *column.key] = _taken(records, following + shift)
-        done, terminated = self._done[index], self.source.steps.terminated[index]
-        truncated = self.source.steps.truncated[index] | (done & ~terminated)
-        for flag, value in zip(FLAGS, (done, terminated, truncated), strict=True):
-            batch["next", flag] = torch.from_numpy(value).unsqueeze(1)
-        return batch
+        steps, all_rows = self.source.steps, low + np.flatnonzero(self._kept[low:high])
+        jumps = (np.diff(all_rows) != 1) | steps.end[all_rows][:-1] if self.row_bytes >= LARGE_ROW else ()
+        for index in np.split(all_rows, np.flatnonzero(jumps) + 1):
+            batch, following = TensorDict({}, [len(index)]), index + ~steps.end[index]
+            for name, column in self.columns.items():
+                records = torch.from_numpy(memory[name]).view(-1, *column.row_shape)
+                batch[column.key] = _taken(records, index - start + 1)
+                if column.key in self.shared:
+                    batch["next", *column.key] = _taken(records, following - start + 1)
+            done, terminated = self._done[index], steps.terminated[index]
+            truncated = steps.truncated[index] | (done & ~terminated)
+            for flag, value in zip(FLAGS, (done, terminated, truncated), strict=True):
+                batch["next", flag] = torch.from_numpy(value).unsqueeze(1)
+            yield batch
 
 
 def _taken(records: Tensor, index: npt.NDArray[np.int64]) -> Tensor:

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gpubuf.data.loading.recording import needed
+
+#: Frames that a task decodes at least. A video that can't be entered so often is decoded by threads of FFmpeg's.
 LEAST = 8
-"""Frames that a task decodes at least. A video that can't be entered so often is decoded by threads of FFmpeg's."""
 
 Frames = Iterator[Any]
 
@@ -34,12 +36,8 @@ class VideoFile:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            import av
-        except ImportError as error:
-            raise ImportError('decoding videos needs PyAV: pip install "gpubuf[datasets]"') from error
-        self._path, self._open = path, av.open
-        with av.open(str(path)) as container:
+        self._path, self._open = path, needed("av").open
+        with self._open(str(path)) as container:
             packets = [(p.pts, p.dts, p.is_keyframe) for p in container.demux(video=0) if p.pts is not None]
             unit = float(container.streams.video[0].time_base)
         shown = np.array([pts for pts, _, _ in packets])
@@ -97,7 +95,10 @@ class VideoFile:
         entry = int(np.searchsorted(self._entries, start, "right")) - 1
         end = int(np.searchsorted(self._entries, stop))
         until = self._shown[self._entries[end]] if end < len(self._entries) else None
-        container = self._idle.pop() if self._idle else self._open(str(self._path))
+        try:
+            container = self._idle.pop()
+        except IndexError:
+            container = self._open(str(self._path))
         stream = container.streams.video[0]
         if not stream.codec_context.is_open:
             stream.thread_type, stream.codec_context.thread_count = "AUTO", self._threads
