@@ -16,7 +16,15 @@ from torch import Tensor
 from gpubuf.data.loading.parquet import parquet_table
 from gpubuf.data.loading.recording import Column, needed, overlaps, stamps
 from gpubuf.data.loading.video import VideoFile
-from gpubuf.integrations.lerobot import LeRobotDatasetAdapter
+
+CAMERA = "observation.images."
+
+
+def feature_key(name: str) -> tuple[str, ...]:
+    """Where rows have a feature: ``"observation.images.top"`` is ``("observation", "image", "top")``, as in TorchRL."""
+    if name.startswith(CAMERA):
+        return "observation", "image", name.removeprefix(CAMERA)
+    return tuple(name.split("."))
 
 
 class LeRobotFolder:
@@ -43,8 +51,7 @@ class LeRobotFolder:
             raise ValueError(f"the episodes of {folder} don't follow each other from frame 0 to {starts[-1]}")
         self.steps = self._table.steps
         self.statistics = _statistics(folder / "meta" / "stats.json")
-        key_of = LeRobotDatasetAdapter().key_of
-        self.columns = {name: replace(column, key=key_of(name)) for name, column in self._table.columns.items()}
+        self.columns = {name: replace(column, key=feature_key(name)) for name, column in self._table.columns.items()}
         self._cameras: dict[str, Camera] = {}
         for name in videos:
             numbers = (episodes[f"videos/{name}/{part}_index"].tolist() for part in ("chunk", "file"))
@@ -54,7 +61,7 @@ class LeRobotFolder:
             ]
             begins = episodes[f"videos/{name}/from_timestamp"] - 0.5 / info["fps"]  # the nearest frame
             self._cameras[name] = Camera(paths, begins, starts)
-            self.columns[name] = Column.of(key_of(name), (3, *_size(features[name])), np.uint8)
+            self.columns[name] = Column.of(feature_key(name), (3, *_size(features[name])), np.uint8)
         self.identity: Any = [self._table.identity, stamps(sorted(folder.glob("videos/*/*/*")))]
 
     def tasks(self, name: str, start: int, stop: int, out: npt.NDArray[Any], /) -> Sequence[Callable[[], None]]:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from tensordict import NonTensorStack, TensorDict
 
 from gpubuf.data.loading.recording import Table, needed, overlaps, stamps
-from gpubuf.integrations.huggingface import values_of
 
 
 def parquet_table(paths: Sequence[Path]) -> Table:
@@ -45,3 +45,31 @@ def parquet_table(paths: Sequence[Path]) -> Table:
         if "struct" not in str(column.type) and isinstance(value := values_of(name, column, 1), torch.Tensor):
             arrays[name] = (int(starts[-1]), *value.shape[1:]), value.numpy().dtype
     return Table(stamps(paths), arrays, fill)
+
+
+def columns_of(names: Sequence[str], arrays: Sequence[Any], n: int) -> TensorDict:
+    """Columns of Arrow with ``n`` rows each: see :func:`values_of`."""
+    return TensorDict({name: values_of(name, array, n) for name, array in zip(names, arrays, strict=True)}, [n])
+
+
+def values_of(name: str, array: Any, n: int) -> Any:
+    """A column of Arrow as a tensor ``[n, ...]``, a TensorDict or texts.
+
+    Raises:
+        ValueError: rows have different shapes.
+    """
+    import pyarrow
+    from pyarrow import compute
+
+    kinds, shape = pyarrow.types, [n]
+    if kinds.is_struct(array.type):
+        return columns_of([field.name for field in array.type], array.flatten(), n)
+    while kinds.is_list(array.type) or kinds.is_large_list(array.type) or kinds.is_fixed_size_list(array.type):
+        lengths = compute.list_value_length(array).unique().to_pylist()
+        if len(lengths) != 1 or lengths[0] is None:
+            raise ValueError(f"{name}: rows have different lengths, and a buffer stores rows of one shape")
+        array = array.flatten()
+        shape += lengths
+    if kinds.is_string(array.type) or kinds.is_large_string(array.type):
+        return NonTensorStack(*array.to_pylist())
+    return torch.tensor(array.to_numpy(zero_copy_only=False), device="cpu").reshape(shape)
