@@ -106,7 +106,7 @@ def test_observations_are_stored_once(name: str, tmp_path: Path, recorded):
     ends = sum(row[4] for row in rows_of(recorded, **FORMATS[name][3]))
     # The newest one is pending.
     assert buffer.storage.sharing.used <= ends
-    assert all(leaf.key[:1] == ("next",) or leaf.key for leaf in buffer.storage.layout.leaves)
+    assert {key[0] for key in buffer.storage.sharing.keys} == {"observation"}
 
 
 @formats
@@ -264,7 +264,7 @@ load_dataset(sys.argv[1], folder=sys.argv[2])
 """
 
 
-@pytest.mark.parametrize("pieces", [0, 1, 4])
+@pytest.mark.parametrize("pieces", [0, 4])
 def test_a_load_that_was_killed_goes_on_where_it_stopped(pieces: int, tmp_path: Path, recorded, monkeypatch):
     source, rows = written("npz", tmp_path, recorded), tmp_path / "rows"
     done = subprocess.run([sys.executable, "-c", KILLED, source, rows, str(pieces)], check=False)
