@@ -134,6 +134,14 @@ def test_without_next_observations_every_action_stays(tmp_path: Path, recorded):
     assert torch.equal(rows["next", "done"], torch.from_numpy(ends)[:, None])
 
 
+def test_recorded_next_observations_may_be_any(tmp_path: Path):
+    """Also where none of them is the observation of the next row."""
+    columns = {name: np.random.default_rng(0).normal(size=(50, 2)) for name in ("observations", "next_observations")}
+    np.savez(tmp_path / "a.npz", **columns, timeouts=np.arange(50) == 49)
+    rows = load_dataset(tmp_path / "a.npz", device="cpu").storage[:]
+    assert torch.equal(rows["next", "observation"], torch.from_numpy(columns["next_observations"]).float())
+
+
 def test_keys_select_and_rename(tmp_path: Path, recorded):
     source = written("npz with next", tmp_path, recorded)
     listed = load_dataset(source, device="cpu", keys=["observations"]).storage[:]
