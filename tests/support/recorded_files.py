@@ -172,7 +172,7 @@ def read_video(path: Path) -> np.ndarray:
 def write_lerobot(
     folder: Path, recorded: list[Episode], gop: int = 2, done: bool = False, size: tuple[int, int] = (32, 48)
 ) -> None:
-    """Two data files, two videos a camera: the episodes of each file follow each other in it."""
+    """Two data files, two videos. After every second episode a video has a frame of an episode that was deleted."""
     import pyarrow
     from pyarrow import parquet
 
@@ -196,7 +196,7 @@ def write_lerobot(
             video = {"chunk_index": 0, "file_index": file, "from_timestamp": in_video / FPS}
             row = {"episode_index": number, "dataset_from_index": at, "dataset_to_index": at + len(each)}
             rows.append(row | {f"videos/{camera}/{name}": value for name, value in video.items()})
-            at, in_video = at + len(each), in_video + len(each)
+            at, in_video = at + len(each), in_video + len(each) + number % 2
         parquet.write_table(pyarrow.table(columns), folder / f"data/chunk-000/file-00{file}.parquet")
         frames = rng.integers(0, 256, (in_video, *size, 3), dtype=np.uint8)
         write_video(folder / f"videos/{camera}/chunk-000/file-00{file}.mp4", frames, gop)
