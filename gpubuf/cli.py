@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import gpubuf
-from gpubuf.commands import compare, info, inspect, plan, train, tune
+from gpubuf.commands import compare, info, inspect, load, plan, train, tune
 from gpubuf.terminal import wrapped
 from gpubuf.train.config import UsageError
 
@@ -27,6 +27,7 @@ COMMANDS = {
     "compare": compare,
     "inspect": inspect,
     "plan": plan,
+    "load": load,
     "tune": tune,
     "info": info,
 }

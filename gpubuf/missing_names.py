@@ -32,7 +32,7 @@ DATA = {
     "LazyStackStorage": "rows have one shape: pad them, and store a mask",
     "ListStorage": _HERE,
     "ListStorageCheckpointer": _NO_CHECKPOINTER,
-    "MinariExperienceReplay": "docs/data.md makes a buffer of a data set of Minari's in a few lines",
+    "MinariExperienceReplay": "gpubuf.data.load_dataset reads the files of a data set of Minari's",
     "Nested2TED": _HOOK,
     "NestedStorageCheckpointer": _NO_CHECKPOINTER,
     "NextStateReconstructor": "LazyTensorStorage(share_next=True) stores observations once, and batches have the next",

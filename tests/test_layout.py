@@ -113,7 +113,7 @@ def test_references_are_plain(path: Path):
     assert not [name for name in imported if name.startswith("gpubuf") and "._" in name]
 
 
-FOLDERS = ("storage", "samplers", "processing", "checkpoints", "ingress")
+FOLDERS = ("storage", "samplers", "processing", "checkpoints", "ingress", "loading")
 """Folders of gpubuf/data, from the lowest to the highest: each imports from those before it only."""
 
 

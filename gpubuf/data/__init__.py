@@ -7,6 +7,8 @@ from gpubuf.data.datasets import ReplayBufferDataset, StorageDataset, tensordict
 from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.ingress.client import WriterClient
 from gpubuf.data.ingress.options import Writers
+from gpubuf.data.loading.load import load_dataset, open_dataset
+from gpubuf.data.loading.recording import Column, Recording, Source, Steps
 from gpubuf.data.mixed import MixedReplayBuffer
 from gpubuf.data.processing.augment import Clip, Mirror, RandomShift
 from gpubuf.data.processing.reward_scale import RewardScale
@@ -39,6 +41,7 @@ from gpubuf.missing_names import refuse
 __all__ = [
     "Clip",
     "Codec",
+    "Column",
     "Compose",
     "EmphasizeRecent",
     "FrameStack",
@@ -60,6 +63,7 @@ __all__ = [
     "RandomSampler",
     "RandomShift",
     "RandomState",
+    "Recording",
     "ReplayBuffer",
     "ReplayBufferDataset",
     "ReturnsToGo",
@@ -69,6 +73,8 @@ __all__ = [
     "SamplerWithoutReplacement",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
+    "Source",
+    "Steps",
     "StorageDataset",
     "SumTree",
     "TensorDictPrioritizedReplayBuffer",
@@ -81,6 +87,8 @@ __all__ = [
     "Writer",
     "WriterClient",
     "Writers",
+    "load_dataset",
+    "open_dataset",
     "tensordict_collate",
 ]
 

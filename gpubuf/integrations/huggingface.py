@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from gpubuf.data.datasets import batches_of
+from gpubuf.data.loading.parquet import columns_of
 
 __all__ = ["HuggingFaceDatasetAdapter"]
 
@@ -75,7 +76,7 @@ class _Rows(Dataset[TensorDict]):
             ValueError: rows of a column have different shapes.
         """
         table = self._table[list(indices)]
-        return _columns(table.column_names, [column.combine_chunks() for column in table.columns], len(table))
+        return columns_of(table.column_names, [column.combine_chunks() for column in table.columns], len(table))
 
 
 def _array(arrow: Any, key: str, value: Any) -> Any:
@@ -91,26 +92,3 @@ def _array(arrow: Any, key: str, value: Any) -> Any:
     for size in reversed(value.shape[1:]):
         found = arrow.FixedSizeListArray.from_arrays(found, size)
     return found
-
-
-def _columns(names: Sequence[str], arrays: Sequence[Any], n: int) -> TensorDict:
-    return TensorDict({name: _values(name, array, n) for name, array in zip(names, arrays, strict=True)}, [n])
-
-
-def _values(name: str, array: Any, n: int) -> Any:
-    """What :func:`_array` made a column of."""
-    import pyarrow
-    from pyarrow import compute
-
-    kinds, shape = pyarrow.types, [n]
-    if kinds.is_struct(array.type):
-        return _columns([field.name for field in array.type], array.flatten(), n)
-    while kinds.is_list(array.type) or kinds.is_large_list(array.type) or kinds.is_fixed_size_list(array.type):
-        lengths = compute.list_value_length(array).unique().to_pylist()
-        if len(lengths) != 1 or lengths[0] is None:
-            raise ValueError(f"{name}: rows have different lengths, and a buffer stores rows of one shape")
-        array = array.flatten()
-        shape += lengths
-    if kinds.is_string(array.type) or kinds.is_large_string(array.type):
-        return NonTensorStack(*array.to_pylist())
-    return torch.tensor(array.to_numpy(zero_copy_only=False), device="cpu").reshape(shape)

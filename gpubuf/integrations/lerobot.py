@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from gpubuf.data.buffer import ReplayBuffer as Rows
 from gpubuf.data.datasets import batches_of
+from gpubuf.data.loading.lerobot import feature_key
 from gpubuf.data.processing.augment import RandomShift
 from gpubuf.data.storage.lazy import LazyTensorStorage
 from gpubuf.data.storage.schema import Codec
@@ -33,7 +34,6 @@ ACTION, REWARD, DONE = "action", "next.reward", "next.done"
 INFO = "complementary_info."
 #: Where rows have what data sets have, unless it is the name with its dots as nested keys. As in TorchRL.
 KEY_MAP: dict[str, Any] = {"episode_index": "episode", "frame_index": "frame", "task": "language_instruction"}
-CAMERA = "observation.images."
 #: What LeRobot adds to frames itself.
 OWN_FEATURES = ("index", "episode_index", "frame_index", "timestamp", "task_index", "task")
 
@@ -585,9 +585,7 @@ class LeRobotDatasetAdapter:
 
     def key_of(self, name: str) -> Any:
         """Where rows have a feature."""
-        if name.startswith(CAMERA):
-            return self.key_map.get(name, ("observation", "image", name.removeprefix(CAMERA)))
-        return self.key_map.get(name, tuple(name.split(".")))
+        return self.key_map.get(name, feature_key(name))
 
     def to_external(self, dataset: Any) -> Any:
         """A new ``LeRobotDataset``, on disk. Frames are numbered anew, from 0 in each episode.
