@@ -100,7 +100,8 @@ class Agent(nn.Module):
 
     def policy(self, state: Tensor) -> TanhNormal:
         loc, scale = self.actor(state).chunk(2, -1)
-        return TanhNormal(loc, nn.functional.softplus(scale) + 0.1)
+        # Bounded, for a saturated tanh has no gradient.
+        return TanhNormal(2 * (loc / 2).tanh(), nn.functional.softplus(scale) + 0.2)
 
     def world_loss(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
         """(loss of the model, the states of each window but for its first row): ``[B, W - 1, SIZE]``."""
@@ -135,7 +136,7 @@ class Agent(nn.Module):
             returns.append(found)
         target, seen = torch.stack(returns[::-1]), torch.stack(states[:-1]).detach()
         critic = mse_loss(self.critic(seen).squeeze(-1), target.detach())
-        return critic - target.mean() - 1e-3 * torch.stack(entropies).mean()
+        return critic - target.mean() - 0.03 * torch.stack(entropies).mean()
 
 
 def main(args: argparse.Namespace) -> list[float]:
@@ -145,7 +146,7 @@ def main(args: argparse.Namespace) -> list[float]:
     agent = Agent(3, 1, args.horizon).to(args.device)
     actors = [agent.actor, agent.critic]
     world = torch.optim.Adam(agent.model.parameters(), 1e-3, capturable=args.device != "cpu")
-    behaviour = torch.optim.Adam(nn.ModuleList(actors).parameters(), 1e-3, capturable=args.device != "cpu")
+    behaviour = torch.optim.Adam(nn.ModuleList(actors).parameters(), 3e-4, capturable=args.device != "cpu")
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(args.envs * args.steps, ndim=2, device=args.device),
         sampler=OnlineFirst(RandomSampler(), every=args.window),
