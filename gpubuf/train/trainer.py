@@ -283,7 +283,7 @@ class Trainer:
             self.buffer.load_state_dict(state["buffer"], end_trajectories=False)
             observation, lost = self._environments.restore(state["environments"])
             self._observation.copy_(observation)
-            for env in lost if self.config.n_steps > 1 else ():
+            for env in lost if max(self.config.n_steps, self.config.seen) > 1 else ():
                 self.buffer.end_trajectories(env)
             # Last, since the lines above may draw from the generators. Cloned, since PyTorch reads the state as a
             # structure, and a tensor in a mapped file may not be aligned for one.

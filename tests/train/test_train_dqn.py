@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gpubuf.modules import PixelEncoder
 from gpubuf.train import Reporter, TrainConfig, UsageError, load_policy, resume, train
 from gpubuf.train.environments import Stacked
-from gpubuf.train.gymnasium_environments import GymnasiumEnvironments
+from gpubuf.train.gymnasium_environments import EpisodeRecorder, GymnasiumEnvironments
 from gpubuf.train.torch_environments import Catch
 from gpubuf.train.trainer import Trainer
 from tests.support.fake_cuda import DataDependentOutputException
@@ -217,6 +217,25 @@ def test_a_game_that_can_not_be_played_again_begins_with_a_stack_of_its_first_fr
     stack = torch_envs.step(torch.eye(3)[:2]).observation
     restored, lost = again.restore(torch_envs.state())
     assert (lost, torch.equal(restored, stack)) == ([], True)
+
+
+def test_no_stack_goes_back_to_a_game_that_was_lost(monkeypatch):
+    """A resumed run whose games begin anew draws the stacks that its policy saw."""
+    config = tiny(env=PREFIX + "Moving-v0", num_envs=2, total_steps=2000, learning_starts=1900, frames=3)
+    before, resumed = (Trainer(config, CPU, lambda record: None) for _ in range(2))
+    for _ in range(5):
+        before.advance()
+    monkeypatch.setattr(EpisodeRecorder, "restore", lambda self, state: False)
+    assert resumed.load_state_dict(before.state_dict()) == [0, 1]
+    found = []
+    for _ in range(8):
+        found.append(resumed._observation.clone())
+        resumed.advance()
+    batch = resumed.buffer.sample(batches=64).reshape(-1)
+    time, env = batch["index"].unbind(-1)
+    new = time >= 5
+    assert {5, 6} <= set(time.tolist())
+    assert torch.equal(batch["observation"][new], torch.stack(found)[time[new] - 5, env[new]])
 
 
 # Gymnasium
