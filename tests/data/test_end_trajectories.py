@@ -261,6 +261,18 @@ def test_a_first_mark_comes_late():
     assert steps_of(buffer) == [3, 3, 3, 3, 3, 3, 2, 1]
 
 
+def test_marks_survive_the_load_of_their_own_state():
+    """A state has views of the marks that it is loaded into."""
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), n_steps=3)
+    buffer.extend(one_env(3))
+    buffer.end_trajectories()
+    buffer.extend(one_env(2))
+    due = steps_of(buffer)
+    buffer.load_state_dict(buffer.state_dict(), end_trajectories=False)
+    assert steps_of(buffer) == due
+    assert buffer.storage.marks.memory[:5].tolist() == [0, 0, 1, 0, 0]
+
+
 def test_a_captured_step(monkeypatch):
     """It clears the marks of rows that it overwrites; one that was captured before the first mark is refused."""
     machine = RecordedCuda().install(monkeypatch)

@@ -121,10 +121,11 @@ class Marks:
     def load(self, state: dict[str, Any], order: Tensor | None) -> None:
         """Take over the marks of a state, if it has any."""
         self._stream = None
-        marks = self.memory.zero_()
-        if "marks" in state:
-            saved = state["marks"] if order is None else state["marks"][order]
-            marks[: len(saved)] = saved.to(marks.device)
+        saved = state.get("marks", self.memory[:0])
+        saved = (saved if order is None else saved[order]).to(self.memory.device)
+        # It may be a view of these marks.
+        self.memory[: len(saved)] = saved
+        self.memory[len(saved) :] = 0
 
 
 def bitmap_bytes(shape: Sequence[int], device_type: str) -> int:
