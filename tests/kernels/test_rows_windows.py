@@ -160,6 +160,15 @@ def test_a_stack_is_shifted_as_one(backend):
     assert len(found[:, 0].unique(dim=0)) > 5
 
 
+def test_numba_makes_windows_itself(monkeypatch):
+    """What they refuse the plain definition would make, and no other test would tell."""
+    pytest.importorskip("numba")
+    store = filled(windows(4, -2), 9, 1, (9, 4), 3, "plain")
+    expected = expected_batch(store, range(9), 2)
+    monkeypatch.setattr(plain, "read", None)
+    assert_same(store.gather(torch.arange(9), 2)[0], expected)
+
+
 # Draws
 
 
