@@ -51,7 +51,8 @@ class FrameStack:
     What differs is refused, and nothing is written: the error names the first row. What lies on a GPU can't be looked
     at without a wait: there rows are written with their newest frames and counted, and the next call that synchronises
     (``save``, ``state_dict``) raises. Of rows on the host for a storage on a GPU this holds for the first step of a
-    write, which is compared with rows there.
+    write, which is compared with rows there. A step that is captured in a graph can't write stacks (CaptureError), and
+    stored rows can't be overwritten (TypeError).
 
     Args:
         keys: the stacked keys at the root, one or a list.
@@ -212,10 +213,9 @@ class FrameStack:
             leads = self._pair(key)[-1]
             stack, coming, own = stacks[key], stacks[leads], before[leads]
             (first,) = to_device([stack[:1]], own.device)
-            found += [
-                (self._differ(first, own, begins), 0, key),
-                (self._differ(stack[1:], coming[:-1], self._after(told[:-1], told[1:])), 1, key),
-            ]
+            found.append((self._differ(first, own, begins), 0, key))
+            if steps > 1:
+                found.append((self._differ(stack[1:], coming[:-1], self._after(told[:-1], told[1:])), 1, key))
             if self.next_too:
                 size = stack.shape[2] // self.frames
                 found.append((_unlike(coming[:, :, :-size], stack[:, :, size:]), 0, leads))
