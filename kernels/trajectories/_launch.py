@@ -256,9 +256,6 @@ def update_eligible(
 RETURN_STEPS = 128
 """Steps that a program of returns scans at a time, in one warp."""
 
-_FLOATS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
-_WHOLE = {torch.int8: tl.int8, torch.int16: tl.int16, torch.int32: tl.int32, torch.int64: tl.int64}
-
 
 def update_returns(
     returns: Tensor, ends: Tensor, ring: Tensor, rewards: Tensor, rule: Tensor, dtype: int, n: int, *shape: int
@@ -271,7 +268,7 @@ def update_returns(
     if n == 0 or programs == 0:
         return
     # Booleans are the bytes that they are.
-    stored = (_FLOATS | _WHOLE).get(DTYPES[dtype], tl.uint8)
-    how = {"LEVELS": len(slots), "DTYPE": stored, "BLOCK_STEPS": RETURN_STEPS, "num_warps": 1}
+    stored = "uint8" if DTYPES[dtype] is torch.bool else str(DTYPES[dtype]).removeprefix("torch.")
+    how = {"LEVELS": len(slots), "DTYPE": getattr(tl, stored), "BLOCK_STEPS": RETURN_STEPS, "num_warps": 1}
     tensors, sizes = (returns, ends, ring, rewards, rule), (min(n, steps), steps, envs, elements)
     launch(writers.trajectories_update_returns_kernel, programs, *tensors, *sizes, **how)

@@ -126,4 +126,4 @@ def update_returns(
         _cpu.update_returns(returns, ends, ring, rewards, rule, dtype, n, *shape)
         return
     elements = check_returns(returns, ends, ring, rewards, rule, dtype, n, *shape)
-    _update_returns(*_addresses((returns, ends, ring, rewards, rule)), n, *shape, elements)
+    _update_returns(*_addresses((returns, ends, ring, rewards)), n, *shape, elements, *rule.tolist())

@@ -6,17 +6,7 @@ import numpy as np
 from numba import carray
 
 from gpubuf.kernels._jit import jit, kernel
-from gpubuf.kernels._primitives import (
-    as_f64,
-    as_i64,
-    as_u8,
-    load_f32,
-    load_i64,
-    lowest_bit,
-    prefetch_l2,
-    store_f32,
-    store_i64,
-)
+from gpubuf.kernels._primitives import as_i64, as_u8, load_f32, load_i64, lowest_bit, prefetch_l2, store_f32, store_i64
 from gpubuf.kernels.rows import ENTRY, ROW_BYTES, ROW_STRIDE
 from gpubuf.kernels.rows._numba_copy import differ, row_address
 from gpubuf.kernels.trajectories._numba_search import (
@@ -447,11 +437,12 @@ def update_eligible_steps(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def update_returns_of_steps(returns, ends, ring, rewards, rule, n, steps, envs, elements):  # type: ignore[no-untyped-def]
+def update_returns_of_steps(  # type: ignore[no-untyped-def]
+    returns, ends, ring, rewards, n, steps, envs, elements, gamma: float, scale: float, offset: float
+):
     """:data:`gpubuf.kernels.trajectories.update_returns` of float32 rewards."""
     oldest, filled, _ = ring_view(ring, steps, envs)
-    entry, numbers = carray(as_i64(rewards), ENTRY), carray(as_f64(rule), 3)
-    gamma, scale, offset = numbers[0], numbers[1], numbers[2]
+    entry = carray(as_i64(rewards), ENTRY)
     for env in range(envs):
         for element in range(elements):
             ended, value = False, np.nan

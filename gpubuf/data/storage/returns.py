@@ -85,7 +85,7 @@ class Returns:
 
     Attributes:
         options: as given.
-        column: float32 ``[capacity, ...]``, NaN where nothing has ended.
+        column: float32 ``[capacity, elements of a reward]``, NaN where nothing has ended.
     """
 
     def __init__(self, options: ReturnsToGo, schema: Schema, bits: EndBits, table: Tensor) -> None:
@@ -94,7 +94,7 @@ class Returns:
         assert position is not None
         self._number, codec = schema.columns[position], schema.sources[position].codec
         self._dtype = dtype_code(schema.stored.leaves[self._number].dtype)
-        shape = (bits.steps * bits.envs, *leaf.shape)
+        shape = (bits.steps * bits.envs, leaf.n_elements)
         self.column = torch.full(shape, torch.nan, dtype=torch.float32, device=table.device)
         rule = torch.tensor(ReturnRule(options.gamma, *codec), dtype=torch.float64, device="cpu")
         self._rule = rule.to(table.device, non_blocking=True)
@@ -126,8 +126,7 @@ class Returns:
     def write(self, n: int) -> None:
         """The newest ``n`` steps were written, or marked as ends."""
         assert self._rewards is not None
-        flat = self.column.view(len(self.column), self.column[0].numel())
-        self._bits.update_returns(flat, self._rewards, self._rule, self._dtype, n)
+        self._bits.update_returns(self.column, self._rewards, self._rule, self._dtype, n)
 
     def rebuild(self) -> None:
         """Add up all rewards anew, after rows were changed by others. O(capacity)."""
