@@ -36,6 +36,7 @@ from gpubuf.data.storage.plans import Readers
 from gpubuf.data.storage.returns import Returns
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.graph_recorder import RecordedCuda
+from tests.support.placements import Machine
 
 
 @dataclass
@@ -322,6 +323,23 @@ def test_an_interrupt_is_mended():
     buffer.storage.readers.returns.column.fill_(7)
     buffer.storage.followers.mend()
     assert returns_of(buffer) == due
+
+
+@pytest.mark.parametrize("where", ["pinned", "split"])
+def test_rows_that_move_are_added_up_where_they_are(where, monkeypatch):
+    """Rewards in other memory, or in two memories, without rows of before read again."""
+    Machine(device=2_000_000).install(monkeypatch, work_on_cpu=True)
+    stays, moves = (ReplayBuffer(200, batch_size=4, returns=ReturnsToGo(0.5)) for _ in range(2))
+    for number, n in enumerate((150, 3, 80, 1)):
+        for buffer in (stays, moves):
+            buffer.extend(rows(n, ends=tuple(range(0, n, 7))))
+        if number == 0:
+            moves.to("split:64%" if where == "split" else "pinned")
+            assert moves.storage.placement.kind == where
+        assert returns_of(stays) == returns_of(moves)
+    moves.storage.readers.returns.column.fill_(7)
+    moves.storage.followers.rebuild()
+    assert returns_of(stays) == returns_of(moves)
 
 
 def test_memory_is_planned():
