@@ -205,5 +205,5 @@ def main(args: argparse.Namespace) -> list[float]:
 
 
 if __name__ == "__main__":
-    returns = main(parse())
-    print(f"return: {returns[0]:.0f} at first, {sum(returns[-8:]) / len(returns[-8:]):.0f} in the last episodes")
+    if returns := main(parse()):
+        print(f"return: {returns[0]:.0f} at first, {sum(returns[-8:]) / len(returns[-8:]):.0f} in the last episodes")

@@ -21,6 +21,7 @@ SHORT = {
     "collectors": "--steps 230 --warmup 220 --batch-size 16",
     "custom_sampler": "--steps 60",
     "discrete_sac": "--steps 210 --learning-starts 205 --width 16 --batch-size 16 --episodes 1",
+    "dreamer": "--steps 13 --warmup 10 --window 4 --batch-size 2 --horizon 2",
     "dqn": "--steps 60 --warmup 40 --batch-size 16",
     "ray_actor": "--folder buffer --rounds 2 --steps 50 --updates 5",
     "offline": "--folder data --rows 500 --steps 5 --batch-size 32",
