@@ -17,7 +17,7 @@ from gpubuf.data.storage.containers import Data
 from gpubuf.data.storage.host_memory import to_device
 from gpubuf.data.storage.layout import Key, as_written
 from gpubuf.data.storage.plan import Recipe
-from gpubuf.data.storage.schema import NEXT_KEY, default_ends
+from gpubuf.data.storage.schema import END_NAMES, NEXT_KEY, default_ends
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.storage.windows import Window
 from gpubuf.kernels.rows import FAULTS, WRITTEN
@@ -86,7 +86,7 @@ class FrameStack:
         self._storage: Any = None
         self._reader: Any = None
         self._recipe, self._time_dim = Recipe(), 0
-        # How many rows of the last writes a GPU refuses: there is nowhere to count them before the first.
+        # How many rows of the first write a GPU refuses: before it there is nowhere to count them.
         self._unseen: list[Tensor] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -177,7 +177,6 @@ class FrameStack:
             ValueError: what is given is no stack.
         """
         at_replays().refuse("stacks are compared with the rows before them: write them outside of the captured step")
-        self._count()
         ndim, stacks = self._storage.ndim, dict[Key, Tensor]()
         for key in self.windows:
             value = _get(data, key)
@@ -231,14 +230,20 @@ class FrameStack:
         self._refuse(found)
 
     def _told(self, get: Callable[[Key], Tensor | None], lead: tuple[int, ...]) -> Tensor:
-        """What tells the ends of episodes, ``[*lead, K]``: flags, or identifiers."""
+        """What tells the ends of episodes, ``[*lead, K]``: flags, or identifiers.
+
+        Raises:
+            ValueError: nothing does.
+        """
         recipe = self._recipe
         if recipe.traj_key is not None and (number := get(recipe.traj_key)) is not None:
             return number.reshape(*lead, -1)
         keys = recipe.end_keys or default_ends(lambda key: get(key) is not None)
-        # A key that is missing is refused by the write.
         flags = [flag.reshape(*lead, -1).ne(0) for key in keys if (flag := get(key)) is not None]
-        return torch.cat(flags or [torch.zeros((*lead, 1), dtype=torch.bool)], -1)
+        if not flags:
+            told = list(map(as_written, keys)) or [as_written((NEXT_KEY, name)) for name in END_NAMES]
+            raise ValueError(f"{self!r} needs the ends of episodes, and the batch has none of {told}")
+        return torch.cat(flags, -1)
 
     def _after(self, before: Tensor, now: Tensor) -> Tensor:
         """Whether rows begin an episode, from what is told of those before them and of themselves: bool ``[T, E]``."""
@@ -290,6 +295,7 @@ class FrameStack:
                 wrong.append((start + step, env, number))
         if not wrong:
             self._unseen += unseen
+            self._count()
             return
         step, env, number = min(wrong)
         key = found[number].key

@@ -591,9 +591,7 @@ class StableBuffer:
         if (pos, full) == (self.pos, self.full):
             return
         if self._stacked:
-            raise NotImplementedError(
-                "pos and full can't be set with frame_stack: rows stay in the order of their time"
-            )
+            raise NotImplementedError("pos and full can't be set with frame_stack: rows stay in their order")
         columns = {
             key: self._stored(key).reshape(self.buffer_size, *self._columns[key].shape[1:]) for key in self._columns
         }
@@ -611,7 +609,8 @@ class StableBuffer:
         found = np.zeros((self.buffer_size, *column.shape[1:]), column.dtype)
         if n:
             stack, index = self._stacked.get(key), torch.arange(n, device=self.buffer.storage.device)
-            read = partial(stored_values, self.buffer) if stack is None else stack.read
+            run = self.buffer.operation.run
+            read = partial(stored_values, self.buffer) if stack is None else partial(run, stack.read)
             found.reshape(-1, *column.shape[2:])[:n] = read(key, index).cpu().numpy()
         return found[..., 0] if key in (_REWARD, _TERMINATED, _DONE) else found
 

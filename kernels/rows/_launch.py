@@ -190,6 +190,7 @@ def prepared_read(
     if computed is None:
         kernel = rows_gather_kernel if law is None else rows_sample_kernel
         tile, num_warps = copy_tile(arena_bytes, device)
+        registers = all_registers(num_warps) if law else None
         numbers: tuple[int, ...] = (n_keys, n, capacity)
     else:
         has_ends, has_links, has_noise, envs, n_steps, gamma, draws, past, windows = computed

@@ -28,9 +28,9 @@ Arguments that kernels and helpers share:
 * ``memory``: (ends_ptr, links_ptr, noise_ptr, index_ptr, rng_ptr), see :class:`gpubuf.kernels.rows.Reading`; ``has``
   says which there are, constexpr: (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE, HAS_WINDOWS, LAW). A name would make a
   number of each;
-* ``before``: (noise_offset, rng_offset, size, oldest, stored, has_lost, law), the counters before the call: ``size``
-  rows may be drawn from row ``oldest`` on, ``stored`` steps are there, ``has_lost`` is 1 where there were more, and
-  ``law`` has the numbers of the law by which rows are drawn;
+* ``before``: (noise_offset, rng_offset, size, oldest, stored, has_lost, numbers_ptr), the counters before the call:
+  ``size`` rows may be drawn from row ``oldest`` on, ``stored`` steps are there, and ``has_lost`` is 1 where there were
+  more; and the numbers of the law by which rows are drawn;
 * ``batch``: (n, draws), the rows of the batch and the random numbers of a row;
 * ``window``: (newest, steps, envs, n_steps): the newest step, and the ring, ``capacity = steps * envs``.
 """
@@ -56,7 +56,6 @@ from gpubuf.kernels.rows._triton_tiles import (
     load_as,
     load_column,
     load_key,
-    load_law,
     load_tiles,
     lowest_bit,
     nearest_bit,
@@ -385,11 +384,11 @@ def store_bits(address, bits, shift, unit, mask):
 def load_positions(memory, before, batch, row, capacity, has):
     """(position, whether there is one) of rows of the batch: drawn, or given."""
     _ends_ptr, _links_ptr, _noise_ptr, index_ptr, rng_ptr = memory
-    _noise_offset, rng_offset, size, oldest, _stored, _has_lost, law = before
+    _noise_offset, rng_offset, size, oldest, _stored, _has_lost, numbers_ptr = before
     n, _draws = batch
     if has[3]:
         # The seed is loaded here: hoisted out of a loop, its round keys would occupy twenty registers.
-        position = draw_position(tl.load(rng_ptr + SEED), rng_offset + row, size, law, has[5])
+        position = draw_position(tl.load(rng_ptr + SEED), rng_offset + row, size, numbers_ptr, has[5])
         valid = position >= 0
         if has[4] or has[5]:
             position = tl.where(valid, forward(position, oldest, capacity), -1)
@@ -484,7 +483,7 @@ def steps_to_end(ends_ptr, step, env, ahead, limit, words, steps, envs):
 def _load_window(entry_ptr, memory, before, row, slot, kind, window, has):
     """As :func:`load_slots`, around rows ``row``, -1 for those not to be read."""
     ends_ptr, links_ptr, _noise_ptr, _index_ptr, _rng_ptr = memory
-    _noise_offset, _rng_offset, _size, _oldest, stored, has_lost, _law = before
+    _noise_offset, _rng_offset, _size, _oldest, stored, has_lost, _numbers_ptr = before
     newest, steps, envs, _n_steps = window
     first = tl.load(entry_ptr + FIRST)
     by = tl.load(entry_ptr + STEP)
@@ -545,7 +544,7 @@ def load_slots(entry_ptr, memory, before, position, valid, slot, kind, window, h
 def load_moves(memory, before, batch, row, pad, pair, has):
     """How far rows of a batch are shifted down (low 16 bits) and right, both plus ``pad``; int32."""
     _ends_ptr, _links_ptr, noise_ptr, _index_ptr, _rng_ptr = memory
-    noise_offset, _rng_offset, _size, _oldest, _stored, _has_lost, _law = before
+    noise_offset, _rng_offset, _size, _oldest, _stored, _has_lost, _numbers_ptr = before
     _n, draws = batch
     move = (row * 0).to(tl.int32)
     if has[2] and pad > 0:
@@ -829,7 +828,6 @@ def rows_sample_kernel(
     capacity = capacity.to(tl.int64)
     size = tl.load(ring_ptr + SIZE)
     rng_offset = tl.load(rng_ptr + OFFSET)
-    law = load_law(numbers_ptr, LAW)
     oldest = size * 0
     if LAW != UNIFORM:
         oldest = tl.load(ring_ptr + WRITTEN) - size
@@ -839,7 +837,7 @@ def rows_sample_kernel(
     ticket = take_ticket(rng_ptr + TICKET)
     if program < row_programs:
         row = program * TILE + tl.arange(0, TILE)
-        position = draw_position(tl.load(rng_ptr + SEED), rng_offset + row, size, law, LAW)
+        position = draw_position(tl.load(rng_ptr + SEED), rng_offset + row, size, numbers_ptr, LAW)
         if LAW != UNIFORM:
             position = tl.where(position < 0, -1, forward(position, oldest, capacity))
         generation = generation_of(position, position >= 0, tl.load(ring_ptr + WRITTEN), capacity)
@@ -856,7 +854,7 @@ def rows_sample_kernel(
             mask = row < n - first_row
             # The seed is loaded here: hoisted out of the loop, its round keys would occupy twenty registers.
             seed = tl.load(rng_ptr + SEED)
-            position = draw_tile(seed, rng_offset + first_row, size, law, row, words, LAW, TILE)
+            position = draw_tile(seed, rng_offset + first_row, size, numbers_ptr, row, words, LAW, TILE)
             if LAW != UNIFORM:
                 position = tl.where(position < 0, -1, forward(position, oldest, capacity))
             source = row_address(position, *memory) + (column.to(tl.int64) << shift)
@@ -939,7 +937,7 @@ def rows_compute_kernel(
         rng_offset = tl.load(rng_ptr + OFFSET)
         ticket = take_ticket(rng_ptr + TICKET)
     memory = (ends_ptr, links_ptr, noise_ptr, index_ptr, rng_ptr)
-    before = (noise_offset, rng_offset, size, oldest, stored, has_lost, load_law(numbers_ptr, LAW))
+    before = (noise_offset, rng_offset, size, oldest, stored, has_lost, numbers_ptr)
     batch = (n, draws)
     window = (newest_step(written, steps, envs), steps, envs, n_steps.to(tl.int64))
     if program < row_programs:

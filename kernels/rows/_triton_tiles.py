@@ -90,10 +90,10 @@ def scaled(uniform, count):
 
 
 @triton.jit
-def draw_position(seed, counter, size, law, LAW: tl.constexpr):
+def draw_position(seed, counter, size, numbers_ptr, LAW: tl.constexpr):
     """Which of ``size`` rows, counted from the oldest; -1 if the ring is empty. See ``sample`` of gpubuf.kernels.rows.
 
-    ``law``: its numbers (a, b), float64.
+    Loads the numbers of the law, where it has any.
     """
     uniform = philox_uniform_f64(seed, counter)
     if LAW == UNIFORM:
@@ -105,35 +105,28 @@ def draw_position(seed, counter, size, law, LAW: tl.constexpr):
         row -= (((row * (row + 1)) >> 1) > unit).to(tl.int64)
         row += ((((row + 1) * (row + 2)) >> 1) <= unit).to(tl.int64)
     elif LAW == GEOMETRIC:
-        rank = tl.log(1 - uniform * (1 - tl.exp(law[0] * size.to(tl.float64)))) / law[0]
+        log_decay = tl.load(numbers_ptr)
+        rank = tl.log(1 - uniform * (1 - tl.exp(log_decay * size.to(tl.float64)))) / log_decay
         row = tl.maximum(size - 1 - rank.to(tl.int64), 0)
     else:
-        among = tl.maximum(tl.exp(law[0]) * size.to(tl.float64), law[1])
+        among = tl.maximum(tl.exp(tl.load(numbers_ptr)) * size.to(tl.float64), tl.load(numbers_ptr + 1))
         among = tl.maximum(tl.minimum(among, size.to(tl.float64)).to(tl.int64), 1)
         row = size - 1 - scaled(uniform, among)
     return tl.where(size > 0, row, -1)
 
 
 @triton.jit
-def load_law(numbers_ptr, LAW: tl.constexpr):
-    """The numbers of a law, float64: (a, b)."""
-    if (LAW == UNIFORM) | (LAW == LINEAR):
-        return 0.0, 0.0
-    return tl.load(numbers_ptr), tl.load(numbers_ptr + 1)
-
-
-@triton.jit
-def draw_tile(seed, counter, size, law, row, words, LAW: tl.constexpr, TILE: tl.constexpr):
+def draw_tile(seed, counter, size, numbers_ptr, row, words, LAW: tl.constexpr, TILE: tl.constexpr):
     """Rows drawn for the rows ``row`` [TILE] of a tile, of which row 0 is draw ``counter``: see draw_position.
 
     Rows of many elements are drawn once each, and handed to the threads that copy them: a draw takes about as many
     instructions as the rest of the copy of an element.
     """
     if words >= 8:
-        drawn = draw_position(seed, counter + tl.arange(0, TILE // 4), size, law, LAW)
+        drawn = draw_position(seed, counter + tl.arange(0, TILE // 4), size, numbers_ptr, LAW)
         position = tl.gather(drawn, row, 0)
     else:
-        position = draw_position(seed, counter + row, size, law, LAW)
+        position = draw_position(seed, counter + row, size, numbers_ptr, LAW)
     return position
 
 

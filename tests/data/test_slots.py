@@ -26,6 +26,7 @@ from gpubuf.data import (
     SliceSampler,
     SumTree,
     TensorDictReplayBuffer,
+    Window,
     slots,
 )
 from gpubuf.data.storage.placement import readable
@@ -92,6 +93,22 @@ def test_repeated_batches_are_those_of_the_general_way(kind, monkeypatch):
         used += len(prepared(ours))
     assert used > 10
     assert not prepared(general)
+
+
+def test_windows_are_repeated_too(monkeypatch):
+    """Those of the host's kernels, with writes over the ring's end between them."""
+    windows = {"observation": Window(-2, 1, mask="is_pad")}
+    ours, general = (buffer_of(windows=windows, end_keys=[("next", "done")]) for _ in range(2))
+    for i in range(6):
+        with monkeypatch.context() as context:
+            context.setattr(slots, "_NOTED", -1)
+            expected = general.sample(8)
+            general.extend(rows(60, 120 + 60 * i))
+        found = ours.sample(8)
+        assert found["observation"].shape == (8, 4, 3)
+        assert same(found, expected)
+        ours.extend(rows(60, 120 + 60 * i))
+    assert prepared(ours)
 
 
 def test_batches_ahead_are_repeated_too(monkeypatch):

@@ -79,7 +79,7 @@ class Program:
         self.random = random.Random(seed)
         choose = self.random.choice
         self.frames, self.n_envs, self.steps = choose([2, 3, 4]), choose([1, 1, 2, 3]), choose([5, 9, 20])
-        self.n_steps, self.padding = choose([1, 1, 3]), choose(["reset", "zero"])
+        self.n_steps, self.padding, self.time = choose([1, 1, 3]), choose(["reset", "zero"]), choose([0, 1])
         dtype, shape = choose([(np.uint8, (2, 3)), (np.float32, (2,)), (np.uint8, ())])
         self.sampler = choose([lambda rows: RandomSampler(), lambda rows: PrioritizedSampler(rows, 0.7, 0.5)])
         self.envs = [
@@ -100,6 +100,7 @@ class Program:
             sampler=self.sampler(capacity),
             transform=FrameStack(["pixels"], self.frames, padding=self.padding),
             batch_size=32,
+            dim_extend=self.time if self.n_envs > 1 else None,
             n_steps=self.n_steps,
             gamma=GAMMA,
             generator=torch.Generator().manual_seed(self.random.randrange(1000)),
@@ -116,10 +117,10 @@ class Program:
         return Row(self.count, torch.tensor(stack), torch.tensor(coming), reward, terminated, truncated, over)
 
     def made(self, n: int) -> tuple[TensorDict, list[list[Row]]]:
-        """A batch of ``n`` steps, ``[n]`` or ``[E, n]``, and its rows."""
+        """A batch of ``n`` steps, ``[n]``, ``[E, n]`` or ``[n, E]``, and its rows."""
         rows = [[self.row(env) for _ in range(n)] for env in range(self.n_envs)]
-        batch = torch.stack([batch_of(each) for each in rows])
-        return batch if self.n_envs > 1 else batch[0], rows
+        batch = torch.stack([batch_of(each) for each in rows], 1 - self.time)
+        return batch if self.n_envs > 1 else batch.reshape(-1), rows
 
     def keep(self, rows: list[list[Row]]) -> None:
         for kept, new in zip(self.rows, rows, strict=True):
@@ -131,7 +132,7 @@ class Program:
         batch, rows = self.made(n := self.random.choice([1, 1, 2, 3, 7, self.steps + 2]))
         way = self.random.choice(["extend", "columns", "dict", "single"])
         if way == "single" and n == 1:
-            self.buffer.add(batch[..., 0])
+            self.buffer.add(batch[:, 0] if self.n_envs > 1 and self.time else batch[0])
         elif way == "columns":
             self.buffer.extend_columns(dict(batch.items(True, True)))
         elif way == "dict" and self.n_envs == 1:
@@ -178,9 +179,9 @@ class Program:
         batch, rows = self.made(n := self.random.choice([1, 2, 5]))
         key = self.random.choice(["pixels", ("next", "pixels")])
         wrong = batch.clone()
-        every = wrong[key].view(torch.uint8).view(self.n_envs, n, self.frames, -1)
         env, step = self.random.randrange(self.n_envs), self.random.randrange(n)
-        every[env, step, self.random.randrange(self.frames - 1), 0] ^= 1
+        stack = wrong[key][step if self.n_envs == 1 else (env, step) if self.time else (step, env)]
+        stack[self.random.randrange(self.frames - 1)].view(-1).view(torch.uint8)[0] ^= 1
         before = self.buffer.write_count
         whose = f" of environment {env}:" if self.n_envs > 1 else ":"
         with pytest.raises(ValueError, match=f"^row {step}{whose} {key!r}".replace("(", r"\(").replace(")", r"\)")):
@@ -415,6 +416,7 @@ def test_what_a_frame_stack_refuses():
     for wrong, text in [
         (rows.exclude("pixels"), "under 'pixels', got nothing"),
         (rows.exclude(("next", "pixels")), "got nothing"),
+        (rows.exclude(("next", "done")), r"none of \[\('next', 'done'\)"),
         (rows.clone().set("pixels", rows["pixels"][:, :3]), r"got the shape \(8, 3, 5\)"),
         (stacked(*images(1, 5, dtype=torch.int32)), "torch.uint8 in 1 environment.*got .*torch.int32"),
         (stacked(*images(1, 6)), r"\(4, 5\) and torch.uint8 in 1 environment.*got \(4, 6\)"),
@@ -447,8 +449,14 @@ def test_on_a_gpu_nothing_waits_and_wrong_rows_are_counted():
     with mock.patch("gpubuf.data.stacks.host_can_read", return_value=False):
         buffer = buffer_of(FrameStack("pixels"))
         buffer.extend(wrong)
-    buffer.sample()
-    with pytest.raises(IndexError, match=r"^1 rows .*are no stacks"):
+        buffer.sample()
+        with pytest.raises(IndexError, match=r"^1 rows .*are no stacks"):
+            buffer.state_dict()
+        buffer.extend(rows)
+        with pytest.raises(IndexError, match=r"^1 rows .*are no stacks"):
+            buffer.state_dict()
+        buffer.end_trajectories()
+        buffer.extend(rows)
         buffer.state_dict()
 
 

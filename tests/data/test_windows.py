@@ -27,6 +27,7 @@ from gpubuf.data import (
     TensorDictReplayBuffer,
     Window,
 )
+from gpubuf.data.storage.plan import Recipe
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.window_model import History
 
@@ -434,3 +435,18 @@ def test_other_parts_that_windows_do_not_go_with():
     buffer = buffer_of({"seen": Window(0, 1)}, storage=LazyTensorStorage(4))
     with pytest.raises(ValueError, match="are not tensors, and can't be those of other rows"):
         buffer.extend(rows(2).set_non_tensor("seen", "text"))
+
+
+def test_what_windows_need_of_the_rows_around_a_drawn_one():
+    """Keys under "next" count from the last row of a transition."""
+    windows = {
+        "a": Window(-4, 2, step=2, outside="skip"),
+        ("next", "b"): Window(-1, 1, outside="skip"),
+        "c": Window(-5, -3, step=2),
+    }
+    recipe = Recipe(3, windows=windows)
+    assert (recipe.past, recipe.whole) == (5, (4, 3))
+    assert recipe.offsets == (-5, -4, -3, -2, 0, 1, 2, 3)
+    assert Recipe(3).offsets == (0, 2)
+    assert (Recipe(3).past, Recipe(3).whole) == (0, None)
+    assert Recipe(windows={"c": Window(1, 2)}).past == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from typing import Any
 
@@ -13,8 +14,9 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import FrameStackObservation
 
-from gpubuf.data import FrameStack
+from gpubuf.data import FrameStack, LazyTensorStorage, ReplayBuffer
 from gpubuf.integrations import cleanrl, sb3
+from gpubuf.integrations.environment_steps import rows_at
 
 ROOM = 40
 
@@ -195,6 +197,29 @@ def test_what_a_space_lacks():
     assert buffer.sample(2).next_observations["image"].shape == (2, 9, 9, 4)
     with pytest.raises(NotImplementedError, match="pos and full"):
         buffer.pos = 0
+
+
+class LazyFrames:
+    """A stack that is put together when an array is asked for, as old environments give it."""
+
+    def __init__(self, *frames: np.ndarray) -> None:
+        self.frames = frames
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.stack(self.frames).astype(dtype or np.uint8)
+
+
+def test_lazy_frames():
+    frames = [np.full((8, 8), number, np.uint8) for number in range(12)]
+    stacks = [LazyFrames(*(frames[max(last - back, 0)] for back in (3, 2, 1, 0))) for last in range(12)]
+    adapter = cleanrl.ReplayBuffer(40, space_of((4, 8, 8)), spaces.Discrete(2), "cpu", frame_stack=4)
+    plain = ReplayBuffer(LazyTensorStorage(40, share_next=["pixels"]), transform=FrameStack("pixels"))
+    for before, after in itertools.pairwise(stacks):
+        adapter.add(before, after, np.zeros(1), np.zeros(1), np.zeros(1, bool), [{}])
+        plain.add({"pixels": before, "next": {"pixels": after, "done": np.zeros(1, bool)}})
+    due = torch.from_numpy(np.stack([np.asarray(stack) for stack in stacks[:-1]]))
+    assert torch.equal(adapter.samples_at(np.arange(11), np.zeros(11, np.int64)).observations, due)
+    assert torch.equal(rows_at(plain, torch.arange(11))[0]["pixels"], due)
 
 
 @pytest.mark.skipif(sb3._theirs is None, reason="needs stable_baselines3, which is in an environment of its own")
