@@ -69,7 +69,7 @@ def main(given: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="default: all", metavar="PART")
     parser.add_argument("--rows", type=int, default=100_000)
-    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/windows-<device>-<date>.json")
     parser.add_argument("--one", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args(given)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import collections
 import functools
 import gc
+import importlib.util
 import itertools
 import random
+import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -185,8 +187,9 @@ def lazy_frames(data: Episodes) -> Filled:
 def sb3_stacks(data: Episodes) -> Filled:
     """Stable-Baselines3's buffer with ``optimize_memory_usage``: the next stack at an end is of another episode."""
     from gymnasium.spaces import Box
-    from stable_baselines3.common.buffers import ReplayBuffer  # type: ignore[import-not-found]
 
+    with needing("Stable-Baselines3"):
+        from stable_baselines3.common.buffers import ReplayBuffer
     shape, nothing = data.stack(data.number[:1])[0].shape, np.zeros(1, np.float32)
     buffer = ReplayBuffer(
         data.rows,
@@ -210,7 +213,7 @@ def sb3_stacks(data: Episodes) -> Filled:
 def torchrl_stacks(data: Episodes, cat: bool = True) -> Filled:
     """TorchRL: frames, of which slices are stacked as ``CatFrames`` recommends; or stacks."""
     with needing("TorchRL"):
-        from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+        from torchrl.data import LazyTensorStorage, ReplayBuffer
         from torchrl.envs.transforms import CatFrames
     options = {}
     if cat:
@@ -218,7 +221,7 @@ def torchrl_stacks(data: Episodes, cat: bool = True) -> Filled:
         # Nothing is written between the batches that are timed: the ends of episodes are looked for once.
         made = frames.make_rb_transform_and_sampler(batch_size=None, end_key=END, cache_values=True)
         options = dict(zip(("transform", "sampler"), made, strict=True))
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(data.rows), batch_size=1, **options)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(data.rows), **options)
     for rows in data.writes(data.frame if cat else data.stack):
         buffer.extend(rows)
     return Filled(buffer, buffer.sample, functools.partial(_stacks, pixels="stack" if cat else "pixels"))
@@ -264,7 +267,14 @@ def gpubuf_chunks(data: Episodes) -> Filled:
 def lerobot_chunks(data: Episodes) -> Filled:
     """LeRobot's own dataset and ``delta_timestamps``, through PyTorch's DataLoader in this process."""
     with needing("LeRobot's dataset"):
-        from lerobot.datasets.lerobot_dataset import LeRobotDataset  # type: ignore[import-not-found]
+        import datasets  # noqa: F401
+
+        # LeRobot imports it for images, which there are none of here; datasets would look for more than its name.
+        if importlib.util.find_spec("torchvision") is None:
+            missing: Any = types.ModuleType("torchvision")
+            missing.transforms = None
+            sys.modules["torchvision"] = missing
+        from lerobot.datasets.lerobot_dataset import LeRobotDataset
     width, fps = data.frames.shape[1], 50
     keys = {key: {"dtype": "float32", "shape": (width,), "names": None} for key in ("observation.state", "action")}
     folder = tempfile.TemporaryDirectory()
@@ -309,12 +319,9 @@ def _sequences(number: Tensor, pixels: Tensor) -> dict[str, Tensor]:
 def torchrl_sequences(data: Episodes) -> Filled:
     """TorchRL's slices, whose steps are rows of the batch."""
     with needing("TorchRL"):
-        from torchrl.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(data.rows),
-        sampler=SliceSampler(slice_len=SEQUENCE, end_key=END, cache_values=True),
-        batch_size=SEQUENCE,
-    )
+        from torchrl.data import LazyTensorStorage, ReplayBuffer, SliceSampler
+    sampler = SliceSampler(slice_len=SEQUENCE, end_key=END, cache_values=True)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(data.rows), sampler=sampler)
     for rows in data.writes():
         buffer.extend(rows)
     return Filled(
