@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,9 +17,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure.elsewhere import found_by, peer_python
+from benchmarks.measure.elsewhere import by_part
 from benchmarks.measure.in_turn import Contender, in_turn
-from benchmarks.measure.machine import add_versions, describe, versions
+from benchmarks.measure.machine import describe, versions
 from benchmarks.measure.results import write_results
 from benchmarks.measure.steady import probe_of
 from benchmarks.peers.libraries import UnavailableError
@@ -79,21 +78,10 @@ def main(given: Sequence[str] | None = None) -> None:
         found = measured(options.one, options.rows, options.rounds)
         print(json.dumps({"found": found, "versions": versions()}))
         return
-    machine = describe("cpu")
-    results: dict[str, Any] = {"rows": options.rows, "parts": {}}
-    for part in options.parts:
-        words = ("--one", part, "--rows", str(options.rows), "--rounds", str(options.rounds))
-        peer = PARTS[part][1] or OURS
-        try:
-            told = found_by(peer_python(peer), "benchmarks.studies.windows", *words, env={"OMP_NUM_THREADS": "1"})
-        except subprocess.CalledProcessError:
-            print(f"{part}: can't be measured here", file=sys.stderr)
-            continue
-        add_versions(machine, peer, told["versions"])
-        if told["found"]:
-            results["parts"][part] = told["found"]
-            print(f"{part}: {json.dumps(told['found'])}", flush=True)
-    results["launches"] = counted_in_subprocess("--windows")
+    machine, asked = describe("cpu"), {part: PARTS[part][1] or OURS for part in options.parts}
+    words = ("--rows", str(options.rows), "--rounds", str(options.rounds))
+    parts = by_part("benchmarks.studies.windows", asked, machine, *words)
+    results = {"rows": options.rows, "parts": parts, "launches": counted_in_subprocess("--windows")}
     write_results("windows", results, machine, options.out)
 
 

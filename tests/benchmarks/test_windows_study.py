@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.measure import elsewhere
 from benchmarks.peers.libraries import UnavailableError
 from benchmarks.studies import windows as study
 from benchmarks.workloads import windows
@@ -125,7 +126,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
             raise subprocess.CalledProcessError(1, python)
         return {**told, "found": {}} if "chunks lerobot" in words else told
 
-    monkeypatch.setattr(study, "found_by", found_by)
+    monkeypatch.setattr(elsewhere, "found_by", found_by)
     monkeypatch.setattr(study, "counted_in_subprocess", lambda *options: launches)
     out = tmp_path / "windows.json"
     study.main(["--rows", "7", "--out", str(out)])
