@@ -160,7 +160,7 @@ def in_turn(run: Run) -> str:
 
 #: Workloads of calls in turn that README shows.
 SHOWN = (
-    *("uniform-sample-256", "extend-1", "extend-256", "prioritized-sample-256", "sample-and-update-256"),
+    *("uniform-sample-256", "extend-1", "extend-256", "prioritized-sample-256"),
     *("slices-5M-in-6M-write-and-sample", "SAC-update-256"),
 )
 
@@ -177,18 +177,14 @@ def headlines(runs: Runs) -> str:
             kinds += [kind] if found else []
     if "sb3_loop" in runs:
         loop = list(runs["sb3_loop"].data["sb3_loop"].values())[-1]
-        for what in ("sample", "add"):
-            ours, theirs = (loop[who]["calls"][what] for who in (OURS, "Stable-Baselines3"))
-            rows.append(
-                [f"`{what}` in Stable-Baselines3's SAC, µs", digits(ours), "", f"{against(ours, theirs)} its own"]
-            )
+        took = [[loop[who]["calls"][what] for who in (OURS, "Stable-Baselines3")] for what in ("sample", "add")]
+        own, theirs = ", ".join(digits(ours) for ours, _ in took), ", ".join(against(*each) for each in took)
+        rows.append(["`sample`, `add` in Stable-Baselines3's SAC, µs", own, "", f"{theirs} its own"])
     if "speed" in runs:
         speeds = {one["program"]: one["steps_per_second"] for one in runs["speed"].data["speed"]}
-        ours = speeds["gpubuf, uniform"]
-        for program in ("Stable-Baselines3", "SBX"):
-            if program in speeds:
-                shown = f"{speeds[program]:.0f} ({ours / speeds[program]:.1f}x) {program}"
-                rows.append(["training with SAC, steps per second", f"{ours:.0f}", "", shown])
+        ours, others = speeds["gpubuf, uniform"], ("Stable-Baselines3", "SBX")
+        shown = ", ".join(f"{speeds[who]:.0f} ({ours / speeds[who]:.1f}x) {who}" for who in others if who in speeds)
+        rows.append(["training with SAC, steps per second", f"{ours:.0f}", "", shown])
     kinds += [kind for kind in ("sb3_loop", "speed") if kind in runs]
     sources = ", ".join(f"[{runs[kind].machine['device']['name']}]({{root}}{runs[kind].source})" for kind in kinds)
     return f"{table(['', 'gpubuf', 'TorchRL', 'another'], rows)}\n\nMeasured on: {sources}." if rows else f"{OPEN}."

@@ -8,7 +8,6 @@ _ENSEMBLE = "MixedReplayBuffer draws one batch from several buffers by shares"
 _HERE = "gpubuf.integrations.torchrl has it"
 _TRAJECTORIES = "TorchRL's works here: filter_trajectories(buffer[:], ...) takes the rows of a buffer"
 _PROCESSES = "keep the buffer in the learner's process, and send it rows"
-_FRAMES = 'store single frames, and draw each with those before it: windows={"pixels": Window(-3, 0, join=0)}'
 _STEPS = "windows=Window(first, last) gives each row the steps around it; what else a unit does is a transform"
 _HOOK = "LazyTensorStorage(dtypes=..., share_next=True) stores less, and save() writes rows as they are stored"
 _NO_CHECKPOINTER = "leave it out, for save() and dumps() need no checkpointer"
@@ -16,14 +15,13 @@ _NO_CHECKPOINTER = "leave it out, for save() and dumps() need no checkpointer"
 #: Of ``torchrl.data``, and what stacks frames elsewhere.
 DATA = {
     "BurnInTransform": "TorchRL's transform works in gpubuf's buffers",
-    "CatFrames": _FRAMES,
+    "CatFrames": 'transform=FrameStack("pixels", 4, dim=-3) stores single frames of its stacks, and draws stacks',
     "CompressedListStorage": "store smaller dtypes: LazyTensorStorage(dtypes=..., share_next=True)",
     "CompressedListStorageCheckpointer": _NO_CHECKPOINTER,
     "ConditionalUpdateResult": "rows that are gone have another generation: writer.generations_of(index) tells it",
     "ConsumingSampler": "SamplerWithoutReplacement draws each row once an epoch",
     "Flat2TED": _HOOK,
     "FlatStorageCheckpointer": _NO_CHECKPOINTER,
-    "FrameStack": _FRAMES,
     "H5Combine": _HOOK,
     "H5Split": _HOOK,
     "H5StorageCheckpointer": _NO_CHECKPOINTER,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -23,14 +24,11 @@ from gpubuf.data.storage.windows import Window
 from gpubuf.kernels.rows import FAULTS, WRITTEN
 
 Padding = Literal["reset", "zero"]
+_DUE = "a row after an end has padding before its newest frame, any other one the next stack of the row before it"
 
 
-class _Differs(NamedTuple):
-    """Which rows of a write have other stacks than are due: bool ``[T, E]``, from step ``start`` on, and the key."""
-
-    rows: Tensor
-    start: int
-    key: Key
+#: Which rows of a write have other stacks than are due, bool ``[T, E]``; the step that the first is of; and the key.
+_Differing = tuple[Tensor, int, Key]
 
 
 class FrameStack:
@@ -53,7 +51,8 @@ class FrameStack:
     What differs is refused, and nothing is written: the error names the first row. What lies on a GPU can't be looked
     at without a wait: there rows are written with their newest frames and counted, and the next call that synchronises
     (``save``, ``state_dict``) raises. Of rows on the host for a storage on a GPU this holds for the first step of a
-    write, which is compared with rows there.
+    write, which is compared with rows there. A step that is captured in a graph can't write stacks (CaptureError), and
+    stored rows can't be overwritten (TypeError).
 
     Args:
         keys: the stacked keys at the root, one or a list.
@@ -82,7 +81,7 @@ class FrameStack:
             raise ValueError(f"padding must be one of {get_args(Padding)}, got {padding!r}")
         self.keys = as_keys(keys)
         self.frames, self.dim, self.padding, self.next_too = frames, dim, padding, next_too
-        self._owner: Callable[[], Any] = _nobody
+        self._owner: Callable[[], Any] = lambda: None
         self._storage: Any = None
         self._reader: Any = None
         self._recipe, self._time_dim = Recipe(), 0
@@ -91,7 +90,8 @@ class FrameStack:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Without the buffer: a copy of that attaches its own."""
-        return _copy, (list(self.keys), self.frames, self.dim, self.padding, self.next_too)
+        options: dict[str, Any] = {"dim": self.dim, "padding": self.padding, "next_too": self.next_too}
+        return functools.partial(type(self), list(self.keys), self.frames, **options), ()
 
     @property
     def windows(self) -> dict[Key, Window]:
@@ -205,28 +205,20 @@ class FrameStack:
             raise ValueError(f"{self!r} needs room for {self.frames} steps, got {self._storage.max_size} rows")
 
         def given(key: Key) -> Tensor | None:
-            value = _get(data, key)
-            return None if value is None else self._steps(value)
+            return None if (value := _get(data, key)) is None else self._steps(value)
 
-        told, found = self._told(given, (steps, envs)), list[_Differs]()
-        newest = self._newest(stacks)
-        if newest is None:
-            before = {key: stack[:1] for key, stack in stacks.items()}
-            begins = torch.ones((1, envs), dtype=torch.bool, device=told.device)
-        else:
-            before, ends, marked = newest
-            begins = self._after(ends, *to_device([told[:1]], ends.device)) | marked
+        told, found = self._told(given, (steps, envs)), list[_Differing]()
+        before, begins = self._before(stacks, told[:1])
         for key in self.keys:
             leads = self._pair(key)[-1]
             stack, coming, own = stacks[key], stacks[leads], before[leads]
             (first,) = to_device([stack[:1]], own.device)
-            found += [
-                _Differs(self._differ(first, own, begins), 0, key),
-                _Differs(self._differ(stack[1:], coming[:-1], self._after(told[:-1], told[1:])), 1, key),
-            ]
+            found.append((self._differ(first, own, begins), 0, key))
+            if steps > 1:
+                found.append((self._differ(stack[1:], coming[:-1], self._after(told[:-1], told[1:])), 1, key))
             if self.next_too:
                 size = stack.shape[2] // self.frames
-                found.append(_Differs(_unlike(coming[:, :, :-size], stack[:, :, size:]), 0, leads))
+                found.append((_unlike(coming[:, :, :-size], stack[:, :, size:]), 0, leads))
         self._refuse(found)
 
     def _told(self, get: Callable[[Key], Tensor | None], lead: tuple[int, ...]) -> Tensor:
@@ -249,30 +241,25 @@ class FrameStack:
         """Whether rows begin an episode, from what is told of those before them and of themselves: bool ``[T, E]``."""
         return (before if self._recipe.traj_key is None else before != now).any(-1)
 
-    def _newest(self, stacks: dict[Key, Tensor]) -> tuple[dict[Key, Tensor], Tensor, Tensor] | None:
-        """Of the newest row of each environment the stacks, what tells its end, and whether that is marked.
-
-        Each is of one step. None: nothing is stored.
+    def _before(self, stacks: dict[Key, Tensor], told: Tensor) -> tuple[dict[Key, Tensor], Tensor]:
+        """The stacks of the newest row of each environment, ``[1, E, ...]``, and whether the rows after them, of which
+        ``told`` is known, begin an episode. Without rows these do, and the stacks are any.
         """
         storage, reader = self._storage, self._reader
         if not storage.ring.size:
-            return None
-        counters, envs = storage.ring.counters, storage.rows.envs
-        newest = torch.remainder(
-            counters[WRITTEN] - envs + torch.arange(envs, device=counters.device), storage.max_size
-        )
+            begins = torch.ones(told.shape[:2], dtype=torch.bool, device=told.device)
+            return {key: stack[:1] for key, stack in stacks.items()}, begins
+        counters, envs, marks = storage.ring.counters, storage.rows.envs, storage.marks
+        which = torch.arange(envs, device=counters.device)
+        newest = torch.remainder(counters[WRITTEN] - envs + which, storage.max_size)
         tensors, _ = reader.gather(newest)
         rows = {leaf.key: tensor.unsqueeze(0) for leaf, tensor in zip(reader.layout.leaves, tensors, strict=True)}
         for key, stack in stacks.items():
-            stored = rows[key]
-            if (stack.shape[1:], stack.dtype) != (stored.shape[1:], stored.dtype):
-                raise ValueError(
-                    f"{as_written(key)!r} has stacks of {tuple(stored.shape[2:])} and {stored.dtype} in {envs} "
-                    f"environment(s), got {tuple(stack.shape[2:])} and {stack.dtype} in {stack.shape[1]}"
-                )
-        marks = storage.marks
-        marked = marks.memory[newest].bool() if marks.kept else torch.zeros_like(newest, dtype=torch.bool)
-        return rows, self._told(rows.get, (1, envs)), marked.unsqueeze(0)
+            due, got = ((tuple(each.shape[1:]), each.dtype) for each in (rows[key], stack))
+            if got != due:
+                raise ValueError(f"{as_written(key)!r}: expected stacks of all environments {due}, got {got}")
+        begins = self._after(self._told(rows.get, (1, envs)), *to_device([told], counters.device))
+        return rows, begins | marks.memory[newest].bool() if marks.kept else begins
 
     def _differ(self, stack: Tensor, before: Tensor, begins: Tensor) -> Tensor:
         """Which stacks ``[T, E, F * C, ...]`` neither begin an episode nor follow those ``before``: bool ``[T, E]``."""
@@ -284,7 +271,7 @@ class FrameStack:
         first = begins.view(*begins.shape, *[1] * (stack.dim() - 2))
         return _unlike(stack, torch.where(first, torch.cat([*padding, frame], 2), due))
 
-    def _refuse(self, found: list[_Differs]) -> None:
+    def _refuse(self, found: list[_Differing]) -> None:
         """Raise for the first row that differs; what only a GPU can tell is to be counted there."""
         wrong, unseen = list[tuple[int, int, int]](), list[Tensor]()
         for number, (rows, start, _) in enumerate(found):
@@ -298,26 +285,13 @@ class FrameStack:
             self._count()
             return
         step, env, number = min(wrong)
-        key = found[number].key
-        where = f"row {step}" + (f" of environment {env}" if found[0].rows.shape[1] > 1 else "")
+        rows, _, key = found[number]
+        where = f"row {step}" + (f" of environment {env}" if rows.shape[1] > 1 else "")
+        due = "it is not that of its row, moved on by one frame" if key[0] == NEXT_KEY else _DUE
         raise ValueError(
-            f"{where}: {as_written(key)!r} is no stack that {self!r} can give back. "
-            + (
-                "It is not the stack of its row, moved on by one frame"
-                if key[0] == NEXT_KEY
-                else "A row after an end, or the first of all, has the padding before its newest frame; any other one "
-                "has the next stack of the row before it"
-            )
-            + ". Nothing is written. Call end_trajectories() where an episode is left without a flag"
+            f"{where}: {as_written(key)!r} is no stack that {self!r} can give back, and nothing is written: {due}. "
+            "Call end_trajectories() where an episode is left without a flag"
         )
-
-
-def _nobody() -> None:
-    """The owner of what is part of no buffer."""
-
-
-def _copy(keys: Any, frames: int, dim: int, padding: Padding, next_too: bool) -> FrameStack:
-    return FrameStack(keys, frames, dim=dim, padding=padding, next_too=next_too)
 
 
 def _unlike(one: Tensor, two: Tensor) -> Tensor:

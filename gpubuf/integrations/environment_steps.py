@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,9 @@ def autoreset_of(given: Any) -> str:
         ValueError: it is none of these, or the environments don't say.
     """
     mode = getattr(given, "metadata", {}).get("autoreset_mode", given)
+    if mode is given and hasattr(given, "num_envs") and version("gymnasium").startswith("0."):
+        # Vector environments of that time know no other.
+        return "same_step"
     name = str(getattr(mode, "name", mode)).lower()
     if name not in AUTORESETS:
         raise ValueError(

@@ -89,7 +89,8 @@ def test_headlines_are_of_calls_in_turn_and_of_loops():
     runs["sb3_loop"] = run_of(sb3_loop={"300000": loop})
     found = block("headlines", runs)
     assert line(found, "uniform sample, 256, µs") == ["50.0", "200 (4.0x)", "120 (2.0x) cpprb"]
-    assert line(found, "`sample` in Stable-Baselines3's SAC, µs") == ["20.0", "", "30.0 (1.5x) its own"]
+    shown = ["20.0, 10.0", "", "30.0 (1.5x), 10.0 (1.0x) its own"]
+    assert line(found, "`sample`, `add` in Stable-Baselines3's SAC, µs") == shown
     assert line(block("in_turn", runs), "uniform sample, 256") == ["50.0", "200 (4.0x)", "120 (2.0x) cpprb"]
 
 

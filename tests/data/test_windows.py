@@ -28,6 +28,7 @@ from gpubuf.data import (
     Window,
 )
 from gpubuf.data.storage.plan import Recipe
+from gpubuf.kernels.rows import NoRoomError
 from tests.support.fake_cuda import fake_cuda, no_blocking_copies
 from tests.support.window_model import History
 
@@ -136,7 +137,7 @@ def test_stacks_of_what_was_loaded_into_more_room(n, envs, tmp_path):
 @pytest.mark.parametrize("once", [False, True])
 def test_a_state_of_before_says_that_its_past_is_lost(once, room):
     """States of earlier versions had a flag, and counted no rows that a smaller ring had lost."""
-    storage: dict[str, Any] = {"share_next": ["number"], "next_capacity": 8} if once else {}
+    storage: dict[str, Any] = {"share_next": ["number"], "next_capacity": 3} if once else {}
     windows = {"number": Window(-2, 0)}
     before, after = (buffer_of(windows, LazyTensorStorage(size, **storage)) for size in (20, room))
     data = rows(10, ends=(3,))
@@ -149,6 +150,14 @@ def test_a_state_of_before_says_that_its_past_is_lost(once, room):
     drawn = {number for _ in range(40) for number in after.sample()["number"][:, -1].tolist()}
     assert drawn == set(range(2, 10))
     assert torch.equal(after[:]["next", "number"], data["next", "number"])
+    if once and room == 20:
+        # The place of row 3's next number stays its own.
+        more = rows(6, 10, ends=(11, 13))
+        more["next", "number"] = more["number"] + torch.where(more["next", "done"][:, 0], 0, 1)
+        after.extend(more)
+        with pytest.raises(NoRoomError):
+            after.extend(more[1:2])
+        assert after[:]["next", "number"][3] == 3
 
 
 def test_chunks_of_actions_with_their_rewards():
@@ -228,7 +237,7 @@ def test_a_priority_for_each_step_becomes_one_of_the_row():
     """By the sampler's reduction, and without what the mask of a window of that length calls padding."""
     for reduction, due in (("max", [9.0, 3.0]), ("mean", [6.0, 3.0])):
         sampler = PrioritizedSampler(12, 1.0, 1.0, reduction=reduction, eps=0.0)
-        windows = {"number": Window(0, 2, mask="is_pad"), "value": Window(0, 1, mask="other")}
+        windows = {"number": Window(0, 2, mask="is_pad"), "value": Window(1, 2, mask="other")}
         buffer = buffer_of(windows, sampler=sampler, batch_size=32)
         buffer.extend(rows(6, ends=(3,)))
         batch = buffer.sample()
@@ -450,3 +459,5 @@ def test_what_windows_need_of_the_rows_around_a_drawn_one():
     assert Recipe(3).offsets == (0, 2)
     assert (Recipe(3).past, Recipe(3).whole) == (0, None)
     assert Recipe(windows={"c": Window(1, 2)}).past == 0
+    # A row that a sampler gives all the same.
+    assert Window(-1, 0, outside="skip").options == Window(-1, 0).options

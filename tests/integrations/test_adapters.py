@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -250,6 +251,15 @@ def test_resets_are_read_from_environments(mode: str):
     buffer = cleanrl_buffer(autoreset=envs)
     due = fed(buffer, add_told, walked(mode))
     assert rows_of(buffer) == due
+
+
+def test_environments_of_an_old_gymnasium_reset_in_the_step_that_ends(monkeypatch):
+    """Case 76. Those of 0.29 have no word about it in their metadata."""
+    envs = SimpleNamespace(metadata={}, num_envs=2)
+    with pytest.raises(ValueError, match="metadata has one"):
+        autoreset_of(envs)
+    monkeypatch.setattr("gpubuf.integrations.environment_steps.version", lambda name: "0.29.1")
+    assert autoreset_of(envs) == "same_step"
 
 
 def test_resets_must_be_told_by_their_names():

@@ -279,7 +279,7 @@ def test_networks_alone_keep_their_statistics(tmp_path: Path):
 
 
 # TorchScript is deprecated; rsl_rl's runner exports by it.
-@pytest.mark.filterwarnings("ignore:`?torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`?torch.jit:DeprecationWarning", "ignore:`?torch.jit:FutureWarning")
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.usefixtures("theirs")
 def test_jit(algorithm: str, tmp_path: Path):

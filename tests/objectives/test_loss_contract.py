@@ -415,6 +415,7 @@ def test_discount_and_steps(contract):
     assert_values(run_loss(loss, batch, SEED), contract.oracle(loss, batch, SEED, gamma=0.9, **further))
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 9), reason="older versions of PyTorch make some operations of several")
 @class_names
 def test_dispatched_operations(name):
     """Forward and backward, with what is reported; TorchRL's SACLoss needs 415 to 1033."""

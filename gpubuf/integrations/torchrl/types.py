@@ -50,7 +50,7 @@ class Missing:
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         kind = (owner or type(instance)).__name__
         raise MissingInGpubufError(
-            f"{kind}.{self.name} is TorchRL's, and gpubuf has none: docs/migration.md says what to use instead"
+            f"{kind}.{self.name} is TorchRL's, and gpubuf has none: docs/migration-arguments.md says what to use"
         )
 
 
