@@ -22,6 +22,7 @@ from benchmarks.measure.results import Run, Runs, by_curve, newest_runs
 from benchmarks.pictures import draw, outdated
 from benchmarks.studies.in_turn import WORKLOADS as HEADLINES
 from benchmarks.workloads import losses
+from benchmarks.workloads import windows as neighbours
 from benchmarks.workloads.registry import REGISTRY, TITLES
 from benchmarks.workloads.replay import WORKLOADS
 from benchmarks.workloads.sac import WORKLOADS as SAC
@@ -311,6 +312,33 @@ def launches(runs: Runs) -> str:
     return "\n\n".join([shown, copies, *(described(each) for each in (measured, run) if each is not None)])
 
 
+def windows(run: Run) -> str:
+    """docs/windows.md: bytes and calls beside other libraries, and what the calls should take on an H200.
+
+    A ratio is to the calls of ours that alternated with those of the other.
+    """
+    found, tables = run.data["windows"], []
+    for name, entry in neighbours.WORKLOADS.items():
+        parts = [ways for part, ways in found["parts"].items() if part.startswith(f"{name} ")]
+        rows = []
+        for who, each, ours in [(who, each, ways[OURS]) for ways in parts for who, each in ways.items()]:
+            if who == OURS and rows:
+                continue
+            took = [against(None if who == OURS else ours["calls"][n], each["calls"][n]) for n in each["calls"]]
+            probe = min(each["probes"].values(), key=lambda said: said["agreed"])
+            title = steady_title("gpubuf, windows" if who == OURS else who, probe, run)
+            rows.append([title, digits(each["bytes"] / 1e9), *took])
+        head = [entry.title, "GB per million rows", *(f"median µs, {n}" for n in entry.batches)]
+        tables += [table(head, rows)] if rows else []
+    counted = []
+    for each in found["launches"]:
+        moved = (sum(launch[f"bytes_{how}"] for launch in each["launches"]) / 1e6 for how in ("loaded", "stored"))
+        took = [digits(on_device(each["launches"], met)) for met in (WARM, COLD)]
+        counted.append([each["call"], str(each["total"]), *map(digits, moved), *took])
+    head = ["gpubuf's batches on an H200, predicted", "launches", "MB loaded", "MB stored", "µs, warm", "µs, cold"]
+    return "\n\n".join([*tables, f"{found['rows']:,} rows were written.", table(head, counted)])
+
+
 WRITERS = {
     "gpubuf": "gpubuf, a client per writer",
     "queue": "`torch.multiprocessing.Queue` of TensorDicts",
@@ -351,6 +379,7 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "rsl_rl": of_run(rsl_rl, "rsl_rl"),
     "launches": launches,
     "writers": of_run(writers, "writers"),
+    "windows": of_run(windows, "windows"),
 }
 
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure.machine import add_versions
+
 ROOT = Path(__file__).parents[2]
 #: Where make has made the environments of the peers; it says so to what it starts.
 PEER_ENVIRONMENTS = ROOT / os.environ.get("PEERS", ".peers")
@@ -48,3 +50,20 @@ def found_by(python: str, module: str, *arguments: str, path: str = "", env: Map
         check=True,
     )
     return json.loads(ended.stdout.splitlines()[-1])
+
+
+def by_part(module: str, parts: Mapping[str, str], machine: dict[str, Any], *words: str) -> dict[str, Any]:
+    """What a study finds in its parts, ``--one`` by one in its peer's environment, whose versions go to ``machine``."""
+    results = {}
+    for part, peer in parts.items():
+        env = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        try:
+            told = found_by(peer_python(peer), module, *words, "--one", part, env=env)
+        except subprocess.CalledProcessError:
+            print(f"{part}: can't be measured here", file=sys.stderr)
+            continue
+        add_versions(machine, peer, told["versions"])
+        if told["found"]:
+            results[part] = told["found"]
+            print(f"{part}: {json.dumps(told['found'])}", flush=True)
+    return results

@@ -39,7 +39,7 @@ class Contender:
 
 class _Count(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,7 +49,8 @@ class _Count(TorchDispatchMode):
 
 def operations(call: Call) -> int:
     """How many operations a call dispatches."""
-    with _Count() as count:
+    count = _Count()
+    with count:
         call()
     return count.operations
 

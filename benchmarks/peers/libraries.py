@@ -187,7 +187,7 @@ class TorchRLInterface(Library):
         return self.prioritized_class(alpha=ALPHA, beta=BETA, eps=EPS, storage=self.storage())
 
     def take_step(self, n: int, priority: Tensor) -> TensorDictBase:
-        batch = self.buffer.sample(n)
+        batch: TensorDictBase = self.buffer.sample(n)
         batch["td_error"] = priority
         self.buffer.update_tensordict_priority(batch)
         return batch
@@ -322,7 +322,7 @@ class Cpprb(Library):
         self.step = self.take_step
 
     def take_step(self, n: int, priority: np.ndarray) -> dict[str, np.ndarray]:
-        batch = self.buffer.sample(n, beta=BETA)
+        batch: dict[str, np.ndarray] = self.buffer.sample(n, beta=BETA)
         self.buffer.update_priorities(batch["indexes"], priority)
         return batch
 
@@ -487,7 +487,7 @@ class Rlox(Library):
             write(*one)
 
     def take_step(self, n: int, priority: np.ndarray) -> dict[str, np.ndarray]:
-        batch = self.buffer.sample(n, next(self.seeds))
+        batch: dict[str, np.ndarray] = self.buffer.sample(n, next(self.seeds))
         self.buffer.update_priorities(batch["indices"], priority)
         return batch
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.measure.elsewhere import found_by, peer_python
+from benchmarks.measure.elsewhere import by_part
 from benchmarks.measure.in_turn import Contender, Found, in_turn
-from benchmarks.measure.machine import add_versions, describe, versions
+from benchmarks.measure.machine import describe, versions
 from benchmarks.measure.results import write_results
 from benchmarks.measure.steady import probe_of
 from benchmarks.peers.libraries import PEERS
@@ -133,23 +132,10 @@ def main(given: Sequence[str] | None = None) -> None:
     parts = PARTS[options.subject]
     if unknown := set(options.parts or ()) - parts.keys():
         parser.error(f"{options.subject} has no {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
-    machine, results = {**describe("cpu"), "threads": 1}, {}
-    for part in options.parts or parts:
-        words = (options.subject, "--one", part, "--rounds", str(rounds))
-        try:
-            told = found_by(
-                peer_python(parts[part]),
-                "benchmarks.studies.in_turn",
-                *words,
-                env={"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"},
-            )
-        except subprocess.CalledProcessError:
-            print(f"{part}: can't be measured here", file=sys.stderr)
-            continue
-        add_versions(machine, parts[part], told["versions"])
-        if told["found"]:
-            results[part] = told["found"]
-            print(f"{part}: {json.dumps(told['found'])}", flush=True)
+    machine = {**describe("cpu"), "threads": 1}
+    asked = {part: parts[part] for part in options.parts or parts}
+    rest = (options.subject, "--rounds", str(rounds))
+    results = by_part("benchmarks.studies.in_turn", asked, machine, *rest)
     write_results(name, results, machine, options.out)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.measure import elsewhere
 from benchmarks.measure.in_turn import Contender, in_turn, operations
 from benchmarks.studies import in_turn as study
 from benchmarks.workloads import losses, plain_losses, replay, sac, slices
@@ -79,7 +80,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
             raise subprocess.CalledProcessError(1, python)
         return told
 
-    monkeypatch.setattr(study, "found_by", found_by)
+    monkeypatch.setattr(elsewhere, "found_by", found_by)
     out = tmp_path / "in_turn.json"
     study.main(["calls", "--parts", "torchrl", "cpprb", "--out", str(out)])
     written = json.loads(out.read_text())

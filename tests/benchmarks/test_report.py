@@ -153,6 +153,29 @@ def test_calls_on_a_gpu_stand_beside_their_prediction():
     assert "by a tuned file" in found
 
 
+def test_windows_stand_beside_other_libraries():
+    """A ratio is to the calls of ours in the same process; launches have their predicted times."""
+
+    def found(size: float, *took: float, probe: Any = STEADY) -> dict[str, Any]:
+        calls = dict(zip(("32", "256"), took, strict=True))
+        return {"bytes": size, "calls": calls, "probes": {"32": STEADY, "256": probe}}
+
+    parts = {
+        "stacks gpubuf": {"gpubuf": found(7e9, 100.0, 800.0), "LazyFrames": found(8e9, 250.0, 2_000.0)},
+        "stacks cpprb": {"gpubuf": found(7e9, 200.0, 900.0), "cpprb": found(7.5e9, 100.0, 900.0, probe=UNSTEADY)},
+    }
+    counted = {"kernel": "k", "programs": 132, "warps": 4, "instructions": 132, "most_instructions": 1, "trips": 1}
+    launch = {**counted, "bytes_loaded": 40_000_000, "bytes_stored": 2_000_000}
+    launches = [{"call": "a call", "total": 2, "kernels": {"k": 2}, "launches": [launch] * 2}]
+    text = block("windows", {"windows": run_of(windows={"rows": 100_000, "parts": parts, "launches": launches})})
+    assert line(text, "gpubuf, windows") == ["7.00", "100", "800"]
+    assert line(text, "LazyFrames") == ["8.00", "250 (2.5x)", "2000 (2.5x)"]
+    assert line(text, "cpprb †") == ["7.50", "100 (0.5x)", "900 (1.0x)"]
+    assert line(text, "a call") == ["2", "80.0", "4.00", "23.9", "23.9"]
+    assert "100,000 rows were written." in text
+    assert "sequences" not in text
+
+
 # Files
 
 

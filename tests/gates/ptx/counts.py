@@ -1,20 +1,23 @@
 """``python -m tests.gates.ptx.counts``: what the calls of :mod:`benchmarks.studies.kernels` execute, as JSON.
 
-With ``--small`` of 256 rows alone. Triton must not be in its interpreter's mode.
+With ``--small`` of 256 rows alone, with ``--windows`` those of :mod:`benchmarks.studies.windows`. Triton must not be in
+its interpreter's mode.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 
+from benchmarks.studies import windows
 from benchmarks.studies.kernels import SIZES, calls, other_calls
 from gpubuf.data import writing
 from gpubuf.kernels import _registry, config
@@ -35,26 +38,31 @@ def shaped_as_on_a_gpu() -> Iterator[None]:
         yield
 
 
-def count(sizes: Mapping[str, Sequence[int]] = SIZES) -> list[dict[str, Any]]:
+def of_training(most: int | None = None) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The calls of :mod:`benchmarks.studies.kernels`, for so many sizes of batches."""
+    yield from itertools.chain(*(calls(kind, sizes[:most]) for kind, sizes in SIZES.items()), other_calls())
+
+
+def count(named: Iterable[tuple[str, Callable[[], object]]]) -> list[dict[str, Any]]:
     """What every call launches, and what each launch executes."""
     torch.manual_seed(0)
     executor, found = Executor(), []
     # Buffers are filled on the CPU, and would go on with the writes that are prepared there.
     general = mock.patch.object(writing, "runs_at_once", return_value=False)
     with shaped_as_on_a_gpu(), executor.installed(), general:
-        for chosen in (*(calls(kind, n) for kind, n in sizes.items()), other_calls()):
-            for name, call in chosen:
-                # The first call of a kind allocates, and may launch what later ones don't.
-                for _ in range(2):
-                    executor.launches.clear()
-                    with mock.patch.object(_registry, "_triton_on_cpu", True):
-                        call()
-                launches = [{what: getattr(each, what) for what in COUNTED} for each in executor.launches]
-                kernels = Counter(each["kernel"] for each in launches)
-                found.append({"call": name, "total": len(launches), "kernels": kernels, "launches": launches})
+        for name, call in named:
+            # The first call of a kind allocates, and may launch what later ones don't.
+            for _ in range(2):
+                executor.launches.clear()
+                with mock.patch.object(_registry, "_triton_on_cpu", True):
+                    call()
+            launches = [{what: getattr(each, what) for what in COUNTED} for each in executor.launches]
+            kernels = Counter(each["kernel"] for each in launches)
+            found.append({"call": name, "total": len(launches), "kernels": kernels, "launches": launches})
     return found
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(count({kind: n[:1] for kind, n in SIZES.items()} if "--small" in sys.argv else SIZES)))
+    asked = windows.calls() if "--windows" in sys.argv else of_training(1 if "--small" in sys.argv else None)
+    print(json.dumps(count(asked)))
