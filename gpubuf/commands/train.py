@@ -100,7 +100,8 @@ def _add_setting(group: Any, name: str, text: str) -> None:
         mode.add_argument("--prioritized", action="store_true", help=text)
         mode.add_argument("--uniform", dest=name, action="store_false", help="Draw them uniformly")
     elif name == "algo":
-        group.add_argument("--algo", choices=list(settings.ALGORITHM_DEFAULTS), help=text)
+        names = list(settings.ALGORITHM_DEFAULTS)
+        group.add_argument("--algo", choices=names, metavar="NAME", help=f"{text}: {', '.join(names)}")
     elif kind is bool:
         group.add_argument(_option(name), action=argparse.BooleanOptionalAction, help=text)
     else:

@@ -99,7 +99,7 @@ class DQNLoss(LossModule):
     def __init__(self, value_network: Any, **options: Any) -> None:
         super().__init__()
         chosen = DQNOptions(**options)
-        self._have(Networks({"value_network": (value_network, chosen.delay_value)}, None, chosen), chosen)
+        self._have(Networks({"value_network": (value_network, chosen.delay_value)}, (), chosen), chosen)
         space = getattr(value_network, "action_space", None) if chosen.action_space is None else chosen.action_space
         _, self.action_space = space_of(self, space)
         self.make_value_estimator()

@@ -629,7 +629,7 @@ class Networks:
 
     Args:
         single: the actor, and further networks, by name, each with whether it has target parameters.
-        qvalue_network: one network, a list of ``num_qvalue_nets``, or a natively batched ensemble. None: no critics.
+        qvalue_network: one network, a list of ``num_qvalue_nets``, or a natively batched ensemble. An empty tuple: no critics.
         options: the arguments of the loss. Of networks that share parameters, actor, further networks and critics, the
             first owns them.
 
@@ -645,7 +645,7 @@ class Networks:
 
     def __init__(self, single: Mapping[str, tuple[Any, bool]], qvalue_network: Any, options: Any) -> None:
         several = qvalue_network if isinstance(qvalue_network, list | tuple | nn.ModuleList) else [qvalue_network]
-        critics = [] if qvalue_network is None else [("qvalue_network", each) for each in several]
+        critics = [("qvalue_network", each) for each in several]
         for name, network in (*((name, network) for name, (network, _) in single.items()), *critics):
             if not hasattr(network, "in_keys"):
                 raise TypeError(

@@ -68,7 +68,7 @@ def test_two_dimensions(tmp_path: Path):
     buffer = TensorDictReplayBuffer(storage=LazyMemmapStorage.open(tmp_path), dim_extend=0)
     index = buffer.extend(transitions(8, 46).reshape(4, 2))
     assert buffer[:]["number"].flatten().tolist() == [52, 53, *range(14, 52)]
-    assert buffer.storage.generations(torch.tensor([34])) == 3
+    assert buffer.storage.generations(torch.tensor([34])) == 4
     assert index.reshape(-1, 2)[0].tolist() == [17, 0]
 
 
