@@ -394,8 +394,7 @@ class ReplayBuffer:
 
         Raises:
             RuntimeError: the buffer is empty, or no batch size is known.
-            ValueError: the batch size is below 1; or rows are single tensors, or hold data that are not tensors. No host
-                sync.
+            ValueError: the batch size is below 1; or rows are single tensors, or data that are none. No host sync.
         """
         return self.parts.batches.columns(batch_size)
 

@@ -629,7 +629,8 @@ class Networks:
 
     Args:
         single: the actor, and further networks, by name, each with whether it has target parameters.
-        qvalue_network: one network, a list of ``num_qvalue_nets``, or a natively batched ensemble. An empty tuple: no critics.
+        qvalue_network: one network, a list of ``num_qvalue_nets``, or a natively batched ensemble. An empty tuple: no
+            critics.
         options: the arguments of the loss. Of networks that share parameters, actor, further networks and critics, the
             first owns them.
 
