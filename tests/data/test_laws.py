@@ -105,6 +105,17 @@ def test_one_law_serves_several_buffers():
         assert set(buffer.sample(50)["index"].tolist()) == {1, 2}
 
 
+@pytest.mark.parametrize("count", [0, 2.5, float("nan")])
+def test_the_newest_are_a_whole_number_of_rows(count):
+    with pytest.raises(ValueError, match="count must be a whole number of at least 1"):
+        Newest(count)
+
+
+def test_a_law_is_one():
+    with pytest.raises(TypeError, match=r"expected a Law .*got str"):
+        RandomSampler(law="linear")
+
+
 def test_laws_and_epochs_or_ranks_exclude_each_other():
     with pytest.raises(TypeError, match="law"):
         RandomSampler(law=Linear(), replacement=False)

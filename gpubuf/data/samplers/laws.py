@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from gpubuf.data.arguments import check_count
 from gpubuf.data.recording import at_replays
 from gpubuf.kernels.rows import GEOMETRIC, LINEAR, RECENT, Reading
 
@@ -82,14 +83,14 @@ class Newest(Law):
         count: how many; of fewer rows all are drawn.
 
     Raises:
-        ValueError: it is less than 1.
+        TypeError: it is no number.
+        ValueError: it is no whole number of at least 1.
     """
 
     code = RECENT
 
     def __init__(self, count: int) -> None:
-        if count < 1:
-            raise ValueError(f"count must be at least 1, got {count}")
+        check_count(count, "count")
         self.count = count
         super().__init__(-math.inf, float(count))
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpubuf.data.arguments import component
 from gpubuf.data.recording import at_replays, current
 from gpubuf.data.samplers.base import Drawn, RandomState, Sampler
 from gpubuf.data.samplers.laws import Law
@@ -136,7 +137,7 @@ class RandomSampler(Sampler):
             rank and draw, no host sync with NCCL. Of one rank all weights are 1.
 
     Raises:
-        TypeError: ``process_group`` is none, or this process is not one of its ranks.
+        TypeError: ``law`` is none; or ``process_group`` is none, or this process is not one of its ranks.
         ValueError: there are a law and a process group: weights of ranks are those of uniform draws.
     """
 
@@ -151,7 +152,8 @@ class RandomSampler(Sampler):
         self.require_replacement(replacement)
         if law is not None and process_group is not None:
             raise ValueError("law and process_group exclude each other: weights of ranks are those of uniform draws")
-        self.law, self.shards = law, Shards.of(process_group)
+        self.law: Law | None = None if law is None else component(law, Law)
+        self.shards = Shards.of(process_group)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'' if self.law is None else f'law={self.law}'})"
