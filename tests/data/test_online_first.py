@@ -123,3 +123,40 @@ def test_what_it_takes():
     buffer.extend(steps(0, 5, 1))
     assert buffer.sample(4)["online"].tolist() == [True, False, False, False]
     assert repr(buffer.sampler) == "OnlineFirst(RandomSampler(), every=4)"
+
+
+@pytest.mark.parametrize("last", [-2, 1, 4])
+def test_a_window_counts_when_its_transition_is_stored(last: int):
+    """Windows of root keys are around the first row of a transition: its steps and theirs are not added up."""
+    n_steps = 3
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(20),
+        sampler=OnlineFirst(RandomSampler(), 1),
+        windows={"number": Window(-2, last, outside="cross")},
+        n_steps=n_steps,
+    )
+    number = torch.arange(6)
+    after = {"reward": torch.ones(6, 1), "done": torch.zeros(6, 1, dtype=torch.bool)}
+    buffer.extend(TensorDict({"row": number, "number": number, "next": after}, [6]))
+    batch = buffer.sample(8)
+    assert batch["row"][batch["online"]].tolist() == list(range(2, 6 - max(last, n_steps - 1)))
+    assert batch["steps_to_next_obs"][batch["online"]].eq(n_steps).all()
+
+
+def test_windows_that_stay_in_a_trajectory_are_refused():
+    with pytest.raises(ValueError, match=r"across the ends of trajectories.*outside='skip' need a RandomSampler"):
+        TensorDictReplayBuffer(
+            storage=LazyTensorStorage(20),
+            sampler=OnlineFirst(RandomSampler(), 1),
+            windows={"number": Window(0, 2, outside="skip")},
+        )
+
+
+def test_no_window_tells_under_the_key_of_new_rows():
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(20),
+        sampler=OnlineFirst(RandomSampler(), 1),
+        windows={"number": Window(0, 2, mask="online")},
+    )
+    with pytest.raises(ValueError, match="get a key 'online', which draws have already"):
+        buffer.extend(steps(0, 9, 1))

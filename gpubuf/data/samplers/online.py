@@ -35,7 +35,8 @@ class OnlineFirst(Sampler):
         every: steps from the first row of a window to that of the next one of its environment, at least 1.
 
     Raises:
-        ValueError: ``every`` is below 1; or, with the first buffer, the sampler draws more than single rows.
+        ValueError: ``every`` is below 1; or, in a buffer, windows have ``outside="skip"``, or the sampler draws more
+            than single rows.
         TypeError: ``sampler`` is no sampler, or has a ``process_group``.
     """
 
@@ -71,6 +72,16 @@ class OnlineFirst(Sampler):
         super().read_from(reader)
 
     def check_recipe(self, recipe: Recipe) -> None:
+        """Raise for windows that stay within a trajectory, and for what the other sampler refuses.
+
+        Raises:
+            ValueError: so it is.
+        """
+        if recipe.whole:
+            raise ValueError(
+                f"an {type(self).__name__} cuts steps into windows across the ends of trajectories: those that have "
+                "outside='skip' need a RandomSampler or PrioritizedSampler"
+            )
         self.rest.check_recipe(recipe)
 
     # Sampling
@@ -104,9 +115,8 @@ class OnlineFirst(Sampler):
         Windows are numbered from the first step ever written, those of all environments side by side.
         """
         counters, recipe = self.storage.ring.counters, self.reader.recipe
-        after = recipe.n_steps - 1 + max((window.last for _, window in recipe.windows), default=0)
         written, stored = (counters[each].div(envs, rounding_mode="floor") for each in (WRITTEN, SIZE))
-        last = (written - 1 - max(after, 0)).div(self.every, rounding_mode="floor")
+        last = (written - 1 - recipe.offsets[-1]).div(self.every, rounding_mode="floor")
         oldest = written - stored + recipe.past
         begin = -(-oldest).div(self.every, rounding_mode="floor")
         return begin * envs, (last + 1) * envs

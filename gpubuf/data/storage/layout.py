@@ -42,7 +42,8 @@ def priority_mask_key(key: Any) -> Any:
 MASK_KEY: Key = ("collector", "mask")
 """Where a batch says which rows are steps of a trajectory: the others fill up its end."""
 
-OF_A_DRAW: frozenset[Key] = frozenset({("index",), ("index_generation",), ("priority_weight",), ("relabelled",)})
+_OF_A_DRAW = ("index", "index_generation", "priority_weight", "relabelled", "online")
+OF_A_DRAW: frozenset[Key] = frozenset((name,) for name in _OF_A_DRAW)
 """Root keys of a batch that say which rows it is made of."""
 
 

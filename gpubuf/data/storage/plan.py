@@ -455,7 +455,7 @@ class Recipe:
         after = [window.last + (self.n_steps - 1 if key[:1] == (NEXT_KEY,) else 0) for key, window in skipping]
         return max(0, *(-window.first for _, window in skipping)), max(0, *after)
 
-    @property
+    @functools.cached_property
     def offsets(self) -> tuple[int, ...]:
         """Offsets of the rows that a batch has of each drawn one, where no trajectory ends."""
         found = {0, self.n_steps - 1}
