@@ -13,7 +13,11 @@ from gpubuf.data import (
     LazyTensorStorage,
     OnlineFirst,
     PrioritizedSampler,
+    PrioritizedSliceSampler,
     RandomSampler,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
     Window,
 )
@@ -160,3 +164,18 @@ def test_no_window_tells_under_the_key_of_new_rows():
     )
     with pytest.raises(ValueError, match="get a key 'online', which draws have already"):
         buffer.extend(steps(0, 9, 1))
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        SliceSampler(slice_len=2),
+        SliceSamplerWithoutReplacement(slice_len=2),
+        PrioritizedSliceSampler(9, 1, 1, slice_len=2),
+        SamplerWithoutReplacement(),
+        OnlineFirst(RandomSampler(), 1),
+    ],
+)
+def test_the_other_sampler_draws_single_rows(rest: Any):
+    with pytest.raises(ValueError, match=f"draws any number of single rows, got {type(rest).__name__}"):
+        OnlineFirst(rest, 2)

@@ -13,6 +13,7 @@ from gpubuf.data.arguments import check_count, component
 from gpubuf.data.operation import ALONE, Alone, Operation
 from gpubuf.data.recording import at_replays
 from gpubuf.data.samplers.base import RandomState, Sampler
+from gpubuf.data.samplers.slices import SliceSampler
 from gpubuf.data.storage.plan import Recipe, RowPlan
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels.rows import SIZE, WRITTEN
@@ -35,8 +36,8 @@ class OnlineFirst(Sampler):
         every: steps from the first row of a window to that of the next one of its environment, at least 1.
 
     Raises:
-        ValueError: ``every`` is below 1; or, in a buffer, windows have ``outside="skip"``, or the sampler draws more
-            than single rows.
+        ValueError: ``every`` is below 1; the sampler draws slices, epochs or new steps; or, in a buffer, windows have
+            ``outside="skip"``.
         TypeError: ``sampler`` is no sampler, or has a ``process_group``.
     """
 
@@ -48,6 +49,8 @@ class OnlineFirst(Sampler):
         self.rest: Sampler = component(sampler, Sampler)
         if self.rest.shards is not None:
             raise TypeError("OnlineFirst takes no sampler with a process_group: each rank has windows of its own")
+        if self.rest.epoch_as or isinstance(self.rest, (SliceSampler, OnlineFirst)):
+            raise ValueError(f"OnlineFirst takes a sampler that draws any number of single rows, got {self.rest!r}")
         self.every = every
         self.has_priorities = self.rest.has_priorities  # type: ignore[misc]
         #: Windows that batches have had, of all environments: int64 ``[]``.
