@@ -389,6 +389,7 @@ def test_nothing_waits_for_the_gpu():
         ({"reward": ("next", "phase")}, ValueError, "must be a real number, but is torch.complex64"),
         ({"key": "number"}, ValueError, "a key 'number', which the rows have already"),
         ({"key": "index"}, ValueError, "a key 'index', which draws have already"),
+        ({"key": ("number", "return")}, ValueError, "which the rows have already"),
         ({"key": "pad"}, ValueError, "can't be both the return to go and what is told of a window"),
     ],
 )

@@ -403,6 +403,11 @@ def test_nothing_synchronises(sampler):
         ({("next", "done"): Window(0, 1, mask="pad")}, {"n_steps": 2}, ValueError, "tell of windows of root keys"),
         ({"value": Window(0, 1, mask="number")}, {}, ValueError, "a key 'number', which the rows have already"),
         ({"value": Window(0, 1, mask="index")}, {}, ValueError, "a key 'index', which draws have already"),
+        # What leads to another key, or is below one, would take its place.
+        ({"value": Window(0, 1, mask="next")}, {}, ValueError, "a key 'next', which the rows have already"),
+        ({"value": Window(0, 1, rows="number")}, {}, ValueError, "'index'.*, which the rows have already"),
+        ({"value": Window(0, 1, mask=("index", "pad"))}, {}, ValueError, "which draws have already"),
+        ({"value": Window(0, 1, mask="pad", rows="pad")}, {}, ValueError, "'pad'.*, which they have already"),
         (
             {"value": Window(0, 1, mask="pad"), "number": Window(0, 2, mask="pad")},
             {},

@@ -505,10 +505,13 @@ class Recipe:
                 f"their own, {list(layout.nested_batch)}: give the storage so many more, as ndim="
                 f"{1 + len(layout.nested_batch)} in place of 1"
             )
-        for key in self._told(schema):
-            if key in OF_A_DRAW or layout.position(key) is not None:
-                whose = "draws" if key in OF_A_DRAW else "the rows"
-                raise ValueError(f"batches of {self} get a key {as_written(key)!r}, which {whose} have already")
+        told = set(self._told(schema)).union((*key[:-1], "index_generation") for key in self.positions)
+        stored = {leaf.key for leaf in layout.leaves if leaf.key}.union(layout.host)
+        for key in sorted(told):
+            for whose, others in (("draws", OF_A_DRAW), ("the rows", stored), ("they", told - {key})):
+                # One is the other, or leads to it.
+                if any(key[: len(other)] == other[: len(key)] for other in others):
+                    raise ValueError(f"batches of {self} get a key {as_written(key)!r}, which {whose} have already")
         rewards = self.rewards(schema)
         for position in rewards:
             leaf = schema.batch.leaves[position]
