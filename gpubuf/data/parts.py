@@ -282,13 +282,15 @@ class Parts:
         before, new = self.sampler, component(sampler, Sampler)
         if new is not before:
             new.check_recipe(self.recipe)
-            put_back = before.as_bound()
+            put_back, put_new_back = before.as_bound(), new.as_bound()
             try:
                 new.bind(self.storage, self.operation)
                 before.unbind()
-                self._set(sampler=new)
+                self.sampler = new
+                self.assemble()
             except BaseException:
-                new.unbind()
+                # The new one may serve another buffer, which goes on.
+                put_new_back()
                 put_back()
                 self._set(sampler=before)
                 raise

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from gpubuf.data import Hindsight
+from gpubuf.data import Hindsight, OnlineFirst, Window
 from gpubuf.integrations.torchrl import (
     LazyTensorStorage,
     MultiStepTransform,
@@ -416,6 +416,38 @@ def test_nothing_waits_for_the_gpu():
             buffer.extend(TensorDict({"number": torch.empty(*shape, device="cuda")}, shape))
             buffer.add(TensorDict({"number": torch.empty(shape[:-1], device="cuda")}, shape[:-1]))
             assert buffer.sample()["age"].shape == (6,)
+
+
+@pytest.mark.parametrize("kind", [RandomSampler, lambda: OnlineFirst(RandomSampler(), 2), SAMPLERS["prioritized"]])
+def test_two_buffers_go_on_when_one_is_refused_the_others_sampler(kind):
+    samplers = [kind(), kind()]
+    buffers = [filled(sampler) for sampler in samplers]
+    with pytest.raises(ValueError, match="serves a buffer with another storage"):
+        buffers[0].set_sampler(samplers[1])
+    for buffer, sampler in zip(buffers, samplers, strict=True):
+        assert buffer.sampler is sampler
+        assert sampler.storage is buffer.storage
+        buffer.extend(transitions(5))
+        buffer.sample()
+
+
+def test_an_error_on_the_way_to_another_sampler_is_the_one_that_is_raised(monkeypatch):
+    """The sampler before has windows to serve, and is bound again before it reads."""
+    sampler = PrioritizedSampler(20, 1.0, 0.5)
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(20), sampler=sampler, windows={"observation": Window(-1, 0)}, batch_size=4
+    )
+    buffer.extend(transitions(10))
+    other = RandomSampler()
+
+    def interrupted(reader):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(other, "read_from", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        buffer.set_sampler(other)
+    assert buffer.sampler is sampler
+    buffer.sample()
 
 
 def test_parts_that_are_refused_replace_nothing():

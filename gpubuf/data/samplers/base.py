@@ -313,7 +313,8 @@ class Sampler:
     def _put_back(self, known: dict[str, Any]) -> None:
         self.unbind()
         vars(self).update(known)
-        self.storage.followers.join(self)
+        if self.storage is not NO_STORAGE:
+            self.storage.followers.join(self)
 
     def read_from(self, reader: RowPlan) -> None:
         """Called by the buffer: read rows from ``reader``, which reads the storage, from now on."""

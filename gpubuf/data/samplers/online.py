@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,16 @@ class OnlineFirst(Sampler):
     def unbind(self) -> None:
         self.rest.unbind()
         super().unbind()
+
+    def as_bound(self) -> Callable[[], None]:
+        put_back, put_rest_back = super().as_bound(), self.rest.as_bound()
+
+        def put_both_back() -> None:
+            # This one unbinds both first.
+            put_back()
+            put_rest_back()
+
+        return put_both_back
 
     def read_from(self, reader: RowPlan) -> None:
         self.rest.read_from(reader)
