@@ -402,6 +402,30 @@ def test_statistics_of_lerobot_normalise(tmp_path: Path, recorded):
 # Mistakes
 
 
+@pytest.mark.parametrize(
+    ("name", "n", "text"),
+    [
+        ("observations", 4, r"'observations' has the shape \(4, 2\), and the data set 3 records"),
+        ("rewards", 2, r"'rewards' has the shape \(2,\), and the data set 3 records"),
+        ("timeouts", 2, r"one number for each record, got .*'truncated': 2"),
+    ],
+)
+def test_columns_of_another_length_are_not_left_out(name: str, n: int, text: str, tmp_path: Path):
+    columns = {"observations": np.zeros((3, 2)), "rewards": np.zeros(3), "timeouts": np.zeros(3)}
+    columns[name] = np.zeros((n, *columns[name].shape[1:]))
+    np.savez(tmp_path / "a.npz", **columns, terminals=np.zeros(3), note=np.zeros(7))
+    with pytest.raises(ValueError, match=text):
+        open_dataset(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">f8", ">i4", np.longdouble])
+def test_numbers_of_other_machines_are_read(dtype: str | type, tmp_path: Path):
+    numbers = np.arange(6).reshape(3, 2)
+    np.savez(tmp_path / "a.npz", observations=numbers.astype(dtype), rewards=np.zeros(3), terminals=np.arange(3) == 2)
+    rows = load_dataset(tmp_path / "a.npz", device="cpu")[:]
+    assert torch.equal(rows["observation"].double(), torch.from_numpy(numbers).double())
+
+
 def test_files_that_say_nothing_of_ends_are_refused(tmp_path: Path):
     np.savez(tmp_path / "a.npz", observations=np.zeros((3, 2)), rewards=np.zeros(3))
     with pytest.raises(ValueError, match=r"where trajectories end: expected one of.*'timeouts'"):

@@ -107,7 +107,8 @@ class Column:
     @classmethod
     def of(cls, key: Key, shape: Sequence[int], dtype: Any) -> Column:
         """With the dtype in which what is stored in ``dtype`` is read."""
-        kept = np.dtype(np.float32 if dtype == np.float64 else dtype)
+        given = np.dtype(dtype)
+        kept = np.dtype(np.float32) if given.kind == "f" and given.itemsize > 4 else given.newbyteorder("=")
         return cls(key, tuple(shape), kept, key[0] == "observation")
 
     @property
@@ -146,11 +147,13 @@ class Steps:
                 (false: an observation alone), ``[records]`` each.
 
         Raises:
-            ValueError: there are none.
+            ValueError: there are none, or they are of different lengths.
         """
         if not flags:
             raise ValueError(f"no column says where trajectories end: expected one of {sorted(_FLAGS)}")
-        n = len(next(iter(flags.values())))
+        n, sizes = len(next(iter(flags.values()))), {name: np.size(flag) for name, flag in flags.items()}
+        if set(sizes.values()) != {n}:
+            raise ValueError(f"columns that say where trajectories end are of one number for each record, got {sizes}")
         found = {name: np.asarray(flag).reshape(n).astype(bool) for name, flag in flags.items() if name != "episode"}
         never = np.zeros(n, bool)
         truncated, done = found.get("truncated", never), found.get("done", never)
@@ -200,7 +203,8 @@ class Table:
         flags: more of those that :meth:`Steps.of` takes.
 
     Raises:
-        ValueError: nothing says where trajectories end.
+        ValueError: nothing says where trajectories end; or observations, actions or rewards are of another number of
+            records.
     """
 
     def __init__(
@@ -224,6 +228,9 @@ class Table:
         ):
             found = {"valid": found.get("valid", found["terminated"] == 0)}
         self.steps = Steps.of(found)
+        for name, (shape, _) in arrays.items():
+            if key_of(name) in _NAMES and shape[:1] != self.steps.end.shape:
+                raise ValueError(f"{name!r} has the shape {shape}, and the data set {len(self.steps.end)} records")
         self.columns = {
             name: Column.of(key_of(name), shape[1:], dtype)
             for name, (shape, dtype) in arrays.items()
