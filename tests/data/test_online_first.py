@@ -179,3 +179,18 @@ def test_no_window_tells_under_the_key_of_new_rows():
 def test_the_other_sampler_draws_single_rows(rest: Any):
     with pytest.raises(ValueError, match=f"draws any number of single rows, got {type(rest).__name__}"):
         OnlineFirst(rest, 2)
+
+
+def test_the_memory_and_the_marks_of_the_other_sampler_count():
+    rest = PrioritizedSampler(20, alpha=1.0, beta=1.0)
+    buffer = made(400, rest=rest)
+    index = buffer.extend(steps(0, 20, 1))
+    buffer.update_priority(index, torch.full((20,), 9.0))
+    buffer.update_priority(index, torch.ones(20))
+    buffer.sample(4)
+    assert rest.memory().tree > 0
+    assert buffer.sampler.memory().tree == rest.memory().tree
+    assert buffer.sampler.random_bytes == rest.random_bytes > 0
+    assert buffer.sampler.index_bytes((20,), "cpu") == rest.index_bytes((20,), "cpu")
+    buffer.sampler.mark_update(torch.arange(2))
+    assert rest.tree.leaves[:3].tolist() == pytest.approx([9.0, 9.0, 1.0])

@@ -519,7 +519,7 @@ class Sampler:
     @property
     def random_bytes(self) -> int:
         """Bytes of the random state, once there is one."""
-        return self._random.state.nbytes if self._random else 0
+        return self.random.state.nbytes if self.random else 0
 
     # State
 

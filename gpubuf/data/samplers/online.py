@@ -14,6 +14,7 @@ from gpubuf.data.operation import ALONE, Alone, Operation
 from gpubuf.data.recording import at_replays
 from gpubuf.data.samplers.base import RandomState, Sampler
 from gpubuf.data.samplers.slices import SliceSampler
+from gpubuf.data.storage.placement import IndexBytes
 from gpubuf.data.storage.plan import Recipe, RowPlan
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels.rows import SIZE, WRITTEN
@@ -164,7 +165,16 @@ class OnlineFirst(Sampler):
     ) -> None:
         self.rest.update_priority(index, priority, storage=storage, generation=generation)
 
+    def mark_update(self, index: Any, *, storage: TensorStorage | None = None) -> None:
+        self.rest.mark_update(index, storage=storage)
+
     # State
+
+    def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
+        return self.rest.index_bytes(shape, device_type)
+
+    def memory(self) -> IndexBytes:
+        return super().memory() + self.rest.memory()
 
     def empty(self) -> None:
         super().empty()
