@@ -19,8 +19,9 @@ from gpubuf.kernels._jit import named
 from gpubuf.kernels._operations import vector
 from gpubuf.kernels._registry import length_of
 from gpubuf.kernels._threads import call_in_parts
-from gpubuf.kernels.philox import OFFSET
-from gpubuf.kernels.rows import ENTRY, SUM, WRITTEN_AS_STORED, Reading, _cpu
+from gpubuf.kernels.philox import OFFSET, SEED
+from gpubuf.kernels.philox._cpu import uniforms_at
+from gpubuf.kernels.rows import ENTRY, SIZE, SUM, UNIFORM, WRITTEN_AS_STORED, Reading, _cpu
 from gpubuf.kernels.rows._check import (
     EVERY,
     NOT_NEXT,
@@ -63,6 +64,8 @@ def read(
     targets: list[Tensor], reading: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See :func:`gpubuf.kernels.rows._cpu.read`."""
+    if rng is not None and len(reading) > _LAW and reading[_LAW] != UNIFORM:
+        return _read_by_law(table, ring, rng, n, capacity, targets, reading)
     generation = torch.empty_like(vector(n, torch.int64))
     index = torch.empty_like(generation) if given is None else given
     if n == 0:
@@ -70,15 +73,12 @@ def read(
     addresses = _addresses(targets)
     before: tuple[Any, ...] = (table.data_ptr(), len(targets), ring.data_ptr(), _address(rng), index.data_ptr())
     after: tuple[Any, ...] = (n, capacity, addresses.buffer_info()[0], generation.data_ptr())
-    # Written out: a Reading would take longer.
-    law, numbers, *_ = (*reading[_LAW:], None, None)
-    law = law or 0, _address(numbers)
     if table.shape[1] == ENTRY:
         how = None
-        results = call_in_parts(_copy_batch, before, n, (*after, *law))
+        results = call_in_parts(_copy_batch, before, n, after)
     else:
         how = Reading(*reading)
-        before, after = (*map(_address, how[:3]), *before), (*after, *how[3:7], how.past, *law)
+        before, after = (*map(_address, how[:3]), *before), (*after, *how[3:7], how.past)
         results = call_in_parts(_read_batch, before, n, (*after, True))
         if results[0] == NOT_SIMPLE:
             results = _read_some(table, index, ring, capacity, targets, how, before, after)
@@ -90,6 +90,20 @@ def read(
         if how is not None and how.noise is not None:
             how.noise[OFFSET] += n * how.draws
     return index, generation
+
+
+def _read_by_law(
+    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, targets: list[Tensor], reading: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
+    """:func:`read` of rows that are not drawn uniformly: the plain definition chooses them, by roots and logarithms."""
+    if not ring[SIZE]:
+        return _cpu.read(table, ring, rng, None, n, capacity, targets, reading)
+    how = Reading(*reading)
+    uniforms = uniforms_at(int(rng[SEED]), torch.arange(n, device="cpu") + rng[OFFSET])
+    index = _cpu.drawn_rows(uniforms, ring, capacity, how)
+    found = read(table, ring, None, index, n, capacity, targets, how._replace(law=UNIFORM))
+    rng[OFFSET] += n
+    return found
 
 
 def _read_some(

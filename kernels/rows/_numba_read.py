@@ -9,14 +9,11 @@ than the first (measured on Zen 4, 1 M rows: 17 µs without and with prefetches 
 
 # Numba needs the real signatures: no `from __future__ import annotations`.
 
-import math
-
 import numpy as np
 from numba import carray
 
 from gpubuf.kernels._jit import jit, kernel
 from gpubuf.kernels._primitives import (
-    as_f64,
     as_i64,
     as_u8,
     highest_bit,
@@ -40,13 +37,11 @@ from gpubuf.kernels.rows import (
     ENTRY,
     FIELD,
     FIRST,
-    GEOMETRIC,
     HEIGHT,
     HOST_ROWS,
     IS_FIRST,
     KIND,
     LAST,
-    LINEAR,
     NEXT,
     OPAQUE,
     OUTSIDE,
@@ -63,7 +58,6 @@ from gpubuf.kernels.rows import (
     STEPS,
     STORED,
     SUM,
-    UNIFORM,
     WIDTH,
     WINDOW,
     WRITTEN,
@@ -91,36 +85,9 @@ _TOGETHER = 1024
 # Copies
 
 
-@jit
-def _rows_by_law(seed, offset, kept, law, numbers, rows, n):  # type: ignore[no-untyped-def]
-    """Draw ``n`` of ``kept`` rows, counted from the oldest, by a law; ``numbers`` is 0 if that needs none."""
-    a, b = 0.0, 0.0
-    if numbers != 0:
-        pair = carray(as_f64(numbers), 2)
-        a, b = pair[0], pair[1]
-    for i in range(n):
-        uniform = philox_uniform_f64(seed, offset + i)
-        if law == LINEAR:
-            total = kept * (kept + 1) // 2
-            unit = min(int(uniform * total), total - 1)
-            row = int((math.sqrt(8.0 * unit + 1.0) - 1.0) / 2.0)
-            # The root may be rounded to a neighbour.
-            if row * (row + 1) // 2 > unit:
-                row -= 1
-            if (row + 1) * (row + 2) // 2 <= unit:
-                row += 1
-            rows[i] = row
-        elif law == GEOMETRIC:
-            rank = int(math.log(1.0 - uniform * (1.0 - math.exp(a * kept))) / a)
-            rows[i] = kept - 1 - min(rank, kept - 1)
-        else:
-            among = max(min(int(min(max(math.exp(a) * kept, b), float(kept))), kept), 1)
-            rows[i] = kept - 1 - min(int(uniform * among), among - 1)
-
-
 @jit(forceinline=True)
 def _find_positions(  # type: ignore[no-untyped-def]
-    ring, rng_address, index_address, first, n, capacity, left_out, law, numbers, position
+    ring, rng_address, index_address, first, n, capacity, left_out, position
 ):  # fmt: skip
     """Draw rows ``first .. first + n - 1`` of a batch, or find given ones where ``rng_address`` is 0.
 
@@ -134,11 +101,6 @@ def _find_positions(  # type: ignore[no-untyped-def]
         seed, offset = rng[SEED], rng[OFFSET] + first
         oldest = (ring[WRITTEN] - size + left_out) % capacity
         size -= left_out
-        if law != UNIFORM:
-            _rows_by_law(seed, offset, size, law, numbers, position, n)
-            for i in range(n):
-                position[i] = index[i] = forward(oldest, position[i], capacity)
-            return True
         for i in range(n):
             row = min(int(philox_uniform_f64(seed, offset + i) * size), size - 1)
             if left_out > 0:
@@ -192,7 +154,7 @@ def _copy_rows(target, entry, rows, n, elsewhere):  # type: ignore[no-untyped-de
 @kernel
 def copy_batch(  # type: ignore[no-untyped-def]
     table_address, n_keys, ring_address, rng_address, index_address, first, n, of, capacity, targets_address,
-    generation_address, law, numbers,
+    generation_address,
 ):  # fmt: skip
     """Rows ``first .. first + n - 1`` of a batch of ``of``: all columns of a table.
 
@@ -201,7 +163,7 @@ def copy_batch(  # type: ignore[no-untyped-def]
     ring = carray(as_i64(ring_address), 4)
     # The memory of the generations holds the positions until the rows are copied.
     position = carray(as_i64(generation_address + 8 * first), n)
-    if not _find_positions(ring, rng_address, index_address, first, n, capacity, 0, law, numbers, position):
+    if not _find_positions(ring, rng_address, index_address, first, n, capacity, 0, position):
         return REFUSED
     table, targets = carray(as_i64(table_address), (n_keys, ENTRY)), carray(as_i64(targets_address), n_keys)
     if n_keys > 0:
@@ -433,7 +395,7 @@ def _has_window(field):  # type: ignore[no-untyped-def]
 @kernel
 def read_batch(  # type: ignore[no-untyped-def]
     ends, links, noise, fields_address, n_fields, ring_address, rng_address, index_address, first, n, of,
-    capacity, targets_address, generation_address, envs, n_steps, gamma: float, draws, past, law, numbers,
+    capacity, targets_address, generation_address, envs, n_steps, gamma: float, draws, past,
     all_simple: bool,
 ):  # fmt: skip
     """As :func:`copy_batch`, of a table of fields.
@@ -445,7 +407,7 @@ def read_batch(  # type: ignore[no-untyped-def]
     written, size, at = ring[WRITTEN], ring[SIZE], generation_address + 8 * first
     left_out = max(min(past * envs, size - envs), 0) if lost_rows(written, size, capacity) else 0
     position = carray(as_i64(at), n)
-    if not _find_positions(ring, rng_address, index_address, first, n, capacity, left_out, law, numbers, position):
+    if not _find_positions(ring, rng_address, index_address, first, n, capacity, left_out, position):
         return REFUSED
     fields = carray(as_i64(fields_address), (n_fields, FIELD))
     targets = carray(as_i64(targets_address), n_fields)

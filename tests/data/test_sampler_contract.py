@@ -218,7 +218,11 @@ class History:
         row = self.model.random.choice(self.model.stored)
         row.done = not row.done
         index = self.model.index(torch.tensor([row.position]))
-        flags = {"done": row.done, "terminated": row.done and row.number % 2 == 0}
+        flags = {
+            "done": row.done,
+            "terminated": row.done and row.number % 2 == 0,
+            "truncated": row.done and row.number % 2,
+        }
         past = self.contract.slices and self.model.random.random() < 0.5
         for name, flag in flags.items():
             if past:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,9 @@ from torch import Tensor
 from gpubuf.data.processing.statistics import Normalize
 from gpubuf.data.storage.layout import Key, as_key, as_written
 from gpubuf.data.storage.share_next import entries_of
-from gpubuf.planning import Plan, plan
+
+if TYPE_CHECKING:
+    from gpubuf.planning import Plan
 
 #: Bytes that are read at a time: enough frames for all threads. Two chunks are in memory, one of which is written.
 CHUNK_BYTES = 1 << 28
@@ -349,6 +351,9 @@ class Recording:
             in_files: of mapped files, which have next observations too.
         """
         size = capacity or self.rows
+        # Imports this package.
+        from gpubuf.planning import plan
+
         return plan(self.spec, size, sampler=sampler, **({} if in_files else self.sharing(size)))
 
     def normalize(self, keys: Any = None, **options: Any) -> Normalize:

@@ -181,6 +181,10 @@ class RandomSampler(Sampler):
         super().unbind()
         self._whole = None
 
+    def index_bytes(self, shape: tuple[int, ...], device_type: str) -> IndexBytes:
+        own = super().index_bytes(shape, device_type)
+        return own + self._whole.index_bytes(shape, device_type) if self._whole else own
+
     def memory(self) -> IndexBytes:
         return super().memory() + (self._whole.memory() if self._whole else IndexBytes())
 
