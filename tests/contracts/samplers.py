@@ -527,7 +527,7 @@ _REFUSED: dict[type[Exception], list[tuple[str, Callable[[], Any]]]] = {
         *(("ratio must be in", lambda ratio=ratio: goals(ratio=ratio)) for ratio in (-0.1, 1.5, math.nan)),
         *(("decay must be in", lambda decay=decay: goals(decay=decay)) for decay in (0, 1.0, math.nan)),
         *(("decay must be in", lambda decay=decay: Geometric(decay)) for decay in (0.0, 1.0, -0.5, math.nan)),
-        ("count must be at least 1", lambda: Newest(0)),
+        ("count must be a whole number of at least 1", lambda: Newest(0)),
         ("eta must be in", lambda: EmphasizeRecent(1.5)),
         ("eta must be in", lambda: EmphasizeRecent(least=0)),
         ("law=Linear.. can't be", lambda: buffer(sampler=RandomSampler(law=Linear()), windows=WHOLE)),

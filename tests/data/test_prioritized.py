@@ -7,12 +7,15 @@ from collections import Counter
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpubuf.data import (
     LazyTensorStorage,
+    PrioritizedSampler,
     ReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
 )
 from gpubuf.data.samplers.sum_tree import SumTree
 from gpubuf.kernels.sum_tree import LARGEST, SMALLEST
@@ -184,3 +187,16 @@ class TestPriorities:
         assert batch["priority_weight"].tolist() == [0, 0]
         with pytest.raises(IndexError, match="2 rows"):
             buffer.state_dict()
+
+
+def test_rows_that_are_saved_before_a_new_sampler_draws_can_be_drawn():
+    rows = TensorDict({"number": torch.arange(9)}, [9])
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(20), batch_size=64)
+    buffer.extend(rows)
+    buffer.set_sampler(PrioritizedSampler(20, 0.5, 0.5))
+    other = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(30), sampler=PrioritizedSampler(30, 0.7, 0.5), batch_size=64
+    )
+    other.load_state_dict(buffer.state_dict())
+    assert set(other.sample()["number"].tolist()) <= set(range(9))
+    assert other.sampler.tree.leaves[:10].tolist() == pytest.approx([1.0] * 9 + [0.0])

@@ -466,7 +466,8 @@ class PrioritizedSampler(Sampler):
             "alpha": self._alpha,
             "beta": float(self._beta),
             "eps": self._eps,
-            "tree": self._tree and self._tree.state_dict(),
+            # Rows that it hasn't drawn from yet are new to it: the tree is made, and says so.
+            "tree": self._tree_made().state_dict() if self._has_rows else None,
         }
 
     def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
