@@ -296,6 +296,6 @@ def update_returns(
                 break
         unfinished = unfinished & ~end
         row = view.step[age] * view.envs + env
-        reward = load(field, row).contiguous().view(DTYPES[dtype]).double() * scale + offset
+        reward = load(field, row).reshape(-1).view(DTYPES[dtype]).view(view.envs, elements).double() * scale + offset
         value = reward + gamma * value.masked_fill(end[:, None], 0.0)
         returns[row[changes]] = value[changes].float()
