@@ -464,7 +464,9 @@ def read_batch(  # type: ignore[no-untyped-def]
             elif field[KIND] == IS_FIRST:
                 _tell_slots(target, rows, found)
             elif field[KIND] == POSITION:
-                carray(as_i64(target), found)[:] = rows[:found]
+                positions = carray(as_i64(target), found)
+                for i in range(found):
+                    positions[i] = rows[i]
             elif field[KIND] == SUM:
                 _sum_rows(target, field, rows, length, count, capacity, envs, gamma)
             elif field[KIND] == STEPS:
