@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,16 +24,16 @@ class OnlineFirst(Sampler):
     """Windows of steps that no batch has had yet, the oldest first; then rows that another sampler draws.
 
     The steps of each environment are cut into windows of ``every`` steps, one after the other, across the ends of
-    trajectories. A window counts as soon as all steps are stored that batches take around its first row, which is the
-    drawn one: ``windows=Window(-64, 0, outside="cross")`` with ``every=64`` are windows of 65 steps that share one with
-    the next. A window that was overwritten before its turn is left out. How many there are is known on the device, so
+    trajectories. Each is drawn by one row, as soon as all steps are stored that batches take around that:
+    ``windows=Window(-64, 0, outside="cross")`` with ``every=64`` are windows of 65 steps that share one with the next.
+    A window that was overwritten before its turn is left out. How many there are is known on the device, so
     that a captured draw takes those that have come since the last replay. No host sync.
 
-    Batches have ``"online"``, bool ``[n]``: whether a row is the first of such a window. Its importance weight is 1.
+    Batches have ``"online"``, bool ``[n]``: whether a row is that of such a window. Its importance weight is 1.
 
     Args:
         sampler: draws the other rows. Its priorities and its random stream are the buffer's.
-        every: steps from the first row of a window to that of the next one of its environment, at least 1.
+        every: steps from the drawn row of a window to that of the next one of its environment, at least 1.
 
     Raises:
         ValueError: ``every`` is below 1; the sampler draws slices, epochs or new steps; or, in a buffer, windows have
@@ -102,10 +101,10 @@ class OnlineFirst(Sampler):
 
     def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
         """Positions int64 ``[n]``, with ``"online"`` and what the other sampler says. No host sync."""
-        storage, (others, info) = self.storage, self.rest.choose(n)
-        steps, envs = storage.shape[0], math.prod(storage.shape[1:])
+        others, info = self.rest.choose(n)
+        steps, envs = self.storage.shape[0], self.storage.rows.envs
         served = self._served_windows()
-        begin, available = self._windows(steps, envs)
+        begin, available = self._windows()
         begin = torch.maximum(served, begin)
         window = begin + torch.arange(n, device=others.device)
         online = window < available
@@ -123,12 +122,12 @@ class OnlineFirst(Sampler):
         at_replays().holds(self, "_served")
         return self._served
 
-    def _windows(self, steps: int, envs: int) -> tuple[Tensor, Tensor]:
+    def _windows(self) -> tuple[Tensor, Tensor]:
         """The first window that is stored as a whole, and the number after the last one, int64 ``[]`` each.
 
         Windows are numbered from the first step ever written, those of all environments side by side.
         """
-        counters, recipe = self.storage.ring.counters, self.reader.recipe
+        counters, recipe, envs = self.storage.ring.counters, self.reader.recipe, self.storage.rows.envs
         written, stored = (counters[each].div(envs, rounding_mode="floor") for each in (WRITTEN, SIZE))
         last = (written - 1 - recipe.offsets[-1]).div(self.every, rounding_mode="floor")
         oldest = written - stored + recipe.past
@@ -183,8 +182,7 @@ class OnlineFirst(Sampler):
 
     def _left_over(self) -> Tensor:
         """How many windows no batch has had, int64 ``[]``; those that were overwritten count."""
-        steps, envs = self.storage.shape[0], math.prod(self.storage.shape[1:])
-        return self._windows(steps, envs)[1] - self._served_windows()
+        return self._windows()[1] - self._served_windows()
 
     def state_dict(self) -> dict[str, Any]:
         left = int(self._left_over()) if self._has_rows else None
