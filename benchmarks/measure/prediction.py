@@ -3,8 +3,8 @@
 On the device a launch takes ``launch + trips + max(bytes, instructions)``:
 
 * all trips but one find what they look for in a cache; one goes to where rows lie;
-* bytes are those that threads ask for. A multiprocessor gets no more than its share of the bandwidth, also where the
-  others ask for nothing;
+* bytes are those of the sectors that warps ask for: a number that all threads of a warp read counts as one. A
+  multiprocessor gets no more than its share of the bandwidth, also where the others ask for nothing;
 * instructions are issued by the multiprocessors side by side, of which none is done before its program that has most.
   A multiprocessor with few warps waits for each instruction of a warp before the next.
 

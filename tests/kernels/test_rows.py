@@ -675,6 +675,11 @@ def test_grids(n):
     assert _launch.copying_programs(4, n, n_bytes, tile, 1.0) <= 256
     assert _launch.copying_programs(4, 256, 2**24, 1024) == 1028
     assert [_launch.copying_programs(4, 256, 2**24, 1024, share) for share in (1.0, 0.5, 0.01)] == [16, 32, 1028]
+    # Tiles of long rows are doubled until so many programs are left, and those of narrow keys never.
+    found = [
+        _launch.doublings(4, n, n * each, 256) for each, n in ((56448, 32), (56448, 64), (56448, 4096), (512, 2**20))
+    ]
+    assert found == [1, 2, 3, 0]
     device = torch.device("cpu")
     for tile, warps in (_launch.batch_tile(n_bytes, device, one_each) for one_each in (False, True)):
         # More would not fit the registers of some GPUs.
