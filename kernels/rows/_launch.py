@@ -34,6 +34,7 @@ from gpubuf.kernels.rows._triton_write import (
     rows_assign_kernel,
     rows_compare_kernel,
     rows_extend_kernel,
+    rows_winners_kernel,
     rows_write_kernel,
 )
 
@@ -59,6 +60,10 @@ their way; a program that looks for its next tile has none. More programs would 
 
 COMPARED_COLUMNS = 32
 """Elements of a row that are compared at a time: few rows per program, so that small writes have several programs."""
+
+MAX_COMPARED = 8192
+"""Entries of a write that are compared with all later ones, to find the last for each row. More are sorted, by PyTorch:
+that takes a dozen launches, and less time than so many comparisons."""
 
 ASSIGNED = 1024
 """Candidates that the one program which gives entries takes at a time: each time costs a trip to memory and back."""
@@ -331,26 +336,28 @@ class PreparedExtend:
         return index
 
 
-def last_of_duplicates(index: Tensor, capacity: int) -> Tensor:
-    """bool ``[n]``: whether no later entry names the same row. Sorts, since results may not depend on scheduling."""
-    position = torch.where(index < 0, index + capacity, index)
-    ordered, order = position.sort(stable=True)
-    last = torch.ones_like(ordered, dtype=torch.bool)
-    torch.ne(ordered[1:], ordered[:-1], out=last[:-1])
-    return torch.empty_like(last).scatter_(0, order, last)
-
-
-def winners(index: Tensor, capacity: int, ring: Tensor, generation: Tensor | None) -> Tensor:
-    """bool ``[n]``: the entries of ``index`` that a write takes.
+def winners(index: Tensor, capacity: int, ring: Tensor, generation: Tensor | None = None) -> Tensor:
+    """bool ``[n]``: the entries of ``index`` that a write takes, by one launch of up to :data:`MAX_COMPARED`.
 
     No later one names the same row. Given ``generation``, only those compete whose row has that generation still.
     """
-    if generation is None:
-        return last_of_duplicates(index, capacity)
+    n = index.numel()
+    if n <= MAX_COMPARED:
+        winner = torch.empty_like(index, dtype=torch.bool)
+        tensors = (ring, index, ring if generation is None else generation, winner)
+        blocks = {"HAS_GENERATION": generation is not None, "BLOCK_ROWS": 8, "BLOCK_OTHERS": 512}
+        launch(rows_winners_kernel, cdiv(n, 8), *tensors, n, capacity, **blocks, num_warps=4)
+        return winner
     position = torch.where(index < 0, index + capacity, index)
-    current = (ring[WRITTEN] - position + (capacity - 1)).div(capacity, rounding_mode="floor")
-    fresh = generation == current
-    return last_of_duplicates(torch.where(fresh, position, capacity), capacity).logical_and_(fresh)
+    fresh = None
+    if generation is not None:
+        fresh = (ring[WRITTEN] - position + (capacity - 1)).div(capacity, rounding_mode="floor") == generation
+        position = torch.where(fresh, position, capacity)
+    ordered, order = position.sort(stable=True)
+    last = torch.ones_like(ordered, dtype=torch.bool)
+    torch.ne(ordered[1:], ordered[:-1], out=last[:-1])
+    winner = torch.empty_like(last).scatter_(0, order, last)
+    return winner if fresh is None else winner.logical_and_(fresh)
 
 
 def write(
@@ -384,7 +391,7 @@ def relink(
     if n == 0:
         check_source_count(sources, n_keys)
         return
-    winner = last_of_duplicates(index, capacity)
+    winner = winners(index, capacity, ring)
     _share(parts_of(table, sources, n), ring, links, owners, index, winner, n, 0, capacity, envs)
 
 

@@ -76,9 +76,8 @@ SCALE, CODEC_OFFSET, MEAN, FACTOR, LOW, HIGH = map(tl.constexpr, range(rows.SCAL
 PAD, HEIGHT, WIDTH, PAIR = map(tl.constexpr, range(rows.PAD, rows.ENTRIES))
 ENTRIES, PENDING, SIDE_STRIDE, WRITES = map(tl.constexpr, range(rows.ENTRIES, rows.WINDOW))
 WINDOW, FIRST, STEP, OUTSIDE = map(tl.constexpr, range(rows.WINDOW, rows.COPIED))
-COPIED, UNIT, BATCH_BYTES, WRITTEN_AS_STORED, _SIMPLE, LANE, WORDS = map(
-    tl.constexpr, range(rows.COPIED, rows.WORDS + 1)
-)
+COPIED, UNIT, BATCH_BYTES, WRITTEN_AS_STORED = map(tl.constexpr, range(rows.COPIED, rows.SIMPLE))
+LANE, WORDS = map(tl.constexpr, range(rows.LANE, rows.WORDS + 1))
 FIELD = tl.constexpr(rows.FIELD)
 
 # Values of KIND, and of OUTSIDE.
@@ -723,7 +722,7 @@ def make_tiles(
     fields_ptr, arena_ptr, memory, before, batch, window, gamma, begin, programs, n_keys, doubled, has,
     KEYS: tl.constexpr, TILE: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """The tiles ``begin``, ``begin + programs``, ... of a batch: of fields with long rows, ``TILE << doubled`` elements."""
+    """The tiles ``begin``, ``begin + programs``, ... of a batch, TILE << doubled elements of long rows."""
     n, _draws = batch
     _newest, steps, envs, _n_steps = window
     tiles, sizes = load_batch_tiles(fields_ptr, n_keys, n, doubled, has, KEYS, TILE)

@@ -54,6 +54,7 @@ from gpubuf.kernels.rows._triton_tiles import (
     decoded,
     differing_bits,
     find_tile,
+    generation_of,
     load_aligned_bits,
     load_column,
     load_tiles,
@@ -240,6 +241,45 @@ def rows_extend_kernel(
     advance_ring(ring_ptr, ticket, written, size, advance, capacity)
 
 
+@triton.jit
+def load_rivals(ring_ptr, index_ptr, generation_ptr, i, n, capacity, HAS_GENERATION: tl.constexpr):
+    """Positions that entries ``i`` would write, int64; -1: nothing."""
+    position, valid = normalise(tl.load(index_ptr + i, mask=i < n, other=0), capacity)
+    if HAS_GENERATION:
+        current = generation_of(position, valid, tl.load(ring_ptr + WRITTEN), capacity)
+        valid = valid & (tl.load(generation_ptr + i, mask=i < n, other=0) == current)
+    return tl.where(valid & (i < n), position, -1)
+
+
+@jit_for_any_size("index_ptr", "generation_ptr", "winner_ptr")
+def rows_winners_kernel(
+    ring_ptr,  # int64 [4]: (written, size, ticket, faults)
+    index_ptr,  # int64 [n]
+    generation_ptr,  # int64 [n], HAS_GENERATION
+    winner_ptr,  # bool [n], output
+    n,
+    capacity,
+    HAS_GENERATION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OTHERS: tl.constexpr,
+):
+    """winner[i] = whether index[i] is a row, has generation[i], and is not index[j] of such an entry j > i.
+
+    Grid: (cdiv(n, BLOCK_ROWS),).
+    """
+    first = tl.program_id(0) * BLOCK_ROWS
+    capacity = capacity.to(tl.int64)
+    i = first + tl.arange(0, BLOCK_ROWS)
+    own = load_rivals(ring_ptr, index_ptr, generation_ptr, i, n, capacity, HAS_GENERATION)
+    beaten = tl.zeros((BLOCK_ROWS, BLOCK_OTHERS), tl.int1)
+    for begin in range(first, n, BLOCK_OTHERS):
+        j = begin + tl.arange(0, BLOCK_OTHERS)
+        other = load_rivals(ring_ptr, index_ptr, generation_ptr, j, n, capacity, HAS_GENERATION)
+        beaten = beaten | ((own[:, None] == other[None, :]) & (i[:, None] < j[None, :]))
+    winner = (own >= 0) & (tl.max(beaten.to(tl.int32), 1) == 0)
+    tl.store(winner_ptr + i, winner, mask=i < n)
+
+
 @triton.jit(
     do_not_specialize=["n_keys", "n", "capacity", "row_programs"],
     do_not_specialize_on_alignment=["index_ptr", "winner_ptr"],
@@ -251,7 +291,7 @@ def rows_write_kernel(
     n_keys,
     ring_ptr,  # int64 [4]: (written, size, ticket, faults)
     index_ptr,  # int64 [n]
-    winner_ptr,  # bool [n]: false where a later entry names the same row
+    winner_ptr,  # bool [n]: see rows_winners_kernel
     n,
     capacity,
     row_programs,
@@ -331,7 +371,7 @@ def rows_compare_kernel(
     n_keys,
     ring_ptr,  # int64 [4]: (written, size, ticket, faults), as before the write
     index_ptr,  # int64 [n], RELINK
-    winner_ptr,  # bool [n]: false where a later entry names the same row, RELINK
+    winner_ptr,  # bool [n]: see rows_winners_kernel, RELINK
     differs_ptr,  # int32 [candidates], output
     n,
     skipped,
@@ -409,7 +449,7 @@ def rows_assign_kernel(
     links_ptr,  # int32 [capacity]
     owners_ptr,  # int64 [slots + 1]: numbers of the rows that entries belong to, and how many were ever taken
     index_ptr,  # int64 [n], RELINK
-    winner_ptr,  # bool [n]: false where a later entry names the same row, RELINK
+    winner_ptr,  # bool [n]: see rows_winners_kernel, RELINK
     differs_ptr,  # int32 [candidates]
     free_ptr,  # int32 [candidates], scratch: the entries that are given, in turn
     n,
@@ -502,7 +542,7 @@ def rows_aside_kernel(
     ring_ptr,  # int64 [4]: (written, size, ticket, faults), advanced but for RELINK
     links_ptr,  # int32 [capacity]
     index_ptr,  # int64 [n], RELINK
-    winner_ptr,  # bool [n]: false where a later entry names the same row, RELINK
+    winner_ptr,  # bool [n]: see rows_winners_kernel, RELINK
     n,
     skipped,
     capacity,

@@ -46,7 +46,7 @@ class Launch:
         warps: of one program.
         instructions: warp instructions of all programs.
         most_instructions: those of the program that has most.
-        bytes_loaded: from global memory, in sectors of 32 bytes: what neighbours in a warp find in one is loaded once.
+        bytes_loaded: from global memory; what neighbours in a warp ask for at one address is loaded once.
         bytes_stored: to global memory, likewise.
         barriers: that one warp passes, at most.
         atomics: of all threads.

@@ -14,9 +14,6 @@ from tests.gates.ttir.memory import Storages, gather, scatter
 _WAITING = 1 << 20
 """Added to the block of a lane that waits at a barrier."""
 
-SECTOR = 32
-"""Bytes that memory gives at a time."""
-
 _STEPS = 200_000
 _POISON = np.uint64(0xDBDBDBDBDBDBDBDB)
 """In registers and shared memory before anyone writes to them. Triton computes with it in lanes that nobody reads."""
@@ -283,13 +280,13 @@ class Machine:
             where = f"{what} of {size} bytes at {int(address[(address & (size - 1)) != 0][0]):#x}"
             raise PtxFaultError("misaligned", where, place)
 
-    def _moved_bytes(self, lanes: np.ndarray | None, chosen: Any, address: np.ndarray) -> int:
-        """Of an access: whole sectors. Neighbours in a warp share one, so that what all of them read is moved once."""
+    def _moved_bytes(self, lanes: np.ndarray | None, chosen: Any, address: np.ndarray, size: int) -> int:
+        """Of an access: what neighbours in a warp ask for at one address is moved once."""
         if not address.size:
             return 0
-        warp, sector = take(self._everyone, lanes)[: self.count][chosen] // 32, address // SECTOR
-        changes = np.count_nonzero((warp[1:] != warp[:-1]) | (sector[1:] != sector[:-1]))
-        return SECTOR * (1 + int(changes))
+        warp = take(self._everyone, lanes)[: self.count][chosen] // 32
+        changes = np.count_nonzero((warp[1:] != warp[:-1]) | (address[1:] != address[:-1]))
+        return size * (1 + int(changes))
 
     def load_global(
         self, lanes: np.ndarray | None, address: Any, guard: Any, dtype: str, count: int, place: str
@@ -297,7 +294,7 @@ class Machine:
         size = int(dtype[1:])
         chosen, address = self._chosen(lanes, guard, address)
         self._check(address, size * count, size, place, "load")
-        self.loaded += self._moved_bytes(lanes, chosen, address)
+        self.loaded += self._moved_bytes(lanes, chosen, address, size * count)
         return self._spread(chosen, [gather(address + k * size, size) for k in range(count)], dtype)
 
     def store_global(
@@ -305,7 +302,7 @@ class Machine:
     ) -> None:
         chosen, address = self._chosen(lanes, guard, address)
         self._check(address, size * len(values), size, place, "store")
-        self.stored += self._moved_bytes(lanes, chosen, address)
+        self.stored += self._moved_bytes(lanes, chosen, address, size * len(values))
         for k, value in enumerate(values):
             scatter(address + k * size, size, self._all(value)[chosen])
 
