@@ -90,6 +90,35 @@ def half_kernel(x_ptr, y_ptr, out_ptr, BLOCK: tl.constexpr):  # noqa: N803
     tl.store(out_ptr + i, tl.where(x < y, -x, x * y - tl.minimum(x, y).to(x.dtype)))
 
 
+@triton.jit
+def head_kernel(
+    x_ptr,  # float32 [ROWS, WIDTH_IN]
+    w_ptr,  # float32 [WIDTH, WIDTH_IN]
+    out_ptr,  # float32 [ROWS, WIDTH]; added to
+    total_ptr,  # float32 [1]; added to
+    ROWS: tl.constexpr,  # noqa: N803
+    WIDTH_IN: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,  # noqa: N803
+):
+    """Of ``y = norm(x) w^T`` the first half and the sigmoid of the second, in turns; and their sum. Grid: (any,)."""
+    rows, k, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH_IN), tl.arange(0, WIDTH)
+    x = tl.load(x_ptr + rows * WIDTH_IN + k[None, :])
+    x -= (tl.sum(x, 1) / WIDTH_IN)[:, None]
+    x /= tl.sqrt(tl.sum(x * x, 1) / WIDTH_IN + 1e-5)[:, None]
+    y = tl.dot(x, tl.trans(tl.load(w_ptr + columns[:, None] * WIDTH_IN + k[None, :])), input_precision="ieee")
+    loc, scale = tl.split(tl.permute(tl.reshape(y, (ROWS, 2, WIDTH // 2)), (0, 2, 1)))
+    y = tl.reshape(tl.join(loc, tl.sigmoid(scale)), (ROWS, WIDTH))
+    tl.atomic_add(out_ptr + rows * WIDTH + columns[None, :], y)
+    tl.atomic_add(total_ptr, tl.sum(y))
+
+
+@triton.jit
+def batched_kernel(a_ptr, b_ptr, out_ptr, COUNT: tl.constexpr, SIZE: tl.constexpr):  # noqa: N803
+    """``out = a @ b``, all of them float32 [COUNT, SIZE, SIZE]. Grid: (1,)."""
+    i = tl.arange(0, COUNT * SIZE * SIZE).reshape(COUNT, SIZE, SIZE)
+    tl.store(out_ptr + i, tl.dot(tl.load(a_ptr + i), tl.load(b_ptr + i), input_precision="tf32x3"))
+
+
 def spec(given: str, width: int, block_rows: int, block: int, precision: str) -> AotSpec:
     """Of :func:`layers_kernel`."""
     signature = dict.fromkeys(("x_ptr", "w1_ptr", "w2_ptr", "h_ptr", "y_ptr"), given)
@@ -156,3 +185,20 @@ def half(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     x, y, out = matrices(*[(1, 512)] * 3, dtype=dtype)
     half_kernel[(1,)](x, y, out, 512)
     return out, torch.where(x < y, -x, x * y - torch.minimum(x, y))
+
+
+def head(programs: int) -> float:
+    """The error of :func:`head_kernel`."""
+    x, w = matrices((16, 32), (64, 32), dtype=F32)
+    out, total = torch.zeros(16, 64), torch.zeros(1)
+    head_kernel[(programs,)](x, w, out, total, 16, 32, 64)
+    loc, scale = (torch.nn.functional.layer_norm(x.double(), (32,)) @ w.double().T).chunk(2, -1)
+    expected = torch.stack([loc, scale.sigmoid()], -1).reshape(16, 64) * programs
+    return float(torch.maximum((out - expected).abs().max(), (total - expected.sum()).abs().max() / 100))
+
+
+def batched() -> float:
+    """The error of :func:`batched_kernel`."""
+    a, b, out = torch.cat(matrices(*[(64, 16)] * 3, dtype=F32)).reshape(3, 4, 16, 16)
+    batched_kernel[(1,)](a, b, out, 4, 16)
+    return float((out - a.double() @ b.double()).abs().max())

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", minversion="3.6", reason="the kernels ask for options of tl.range")
 
 from tests.gates.aot.compiler import compile_in_subprocess
-from tests.gates.products import BF16, F16, F32, F64, KINDS, SPECS, gradient, half, layers
+from tests.gates.products import BF16, F16, F32, F64, KINDS, SPECS, batched, gradient, half, head, layers
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [*KINDS, (F64, "ieee")])
@@ -23,6 +23,11 @@ def test_the_interpreter_multiplies_as_a_gpu(interpreter, dtype, precision):
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_the_interpreter_computes_with_half_precision(interpreter, dtype):
     assert torch.equal(*half(dtype))
+
+
+def test_the_interpreter_reshapes_and_adds(interpreter):
+    assert head(3) < 1e-4
+    assert batched() < 1e-4
 
 
 def test_a_wrong_block_is_seen(interpreter):

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.gates.products import BF16, F16, F32, F64, KINDS, gradient, half, layers
+from tests.gates.products import BF16, F16, F32, F64, KINDS, batched, gradient, half, head, layers
 from tests.gates.ptx.emitter import NotExecutedError
 from tests.gates.ptx.launch import ORDERS, TARGETS
 from tests.gates.ptx.launch import Executor as PtxExecutor
@@ -60,6 +60,12 @@ def test_gradient(executor, dtype, precision):
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_half_precision(executor, dtype):
     assert torch.equal(*half(dtype))
+
+
+def test_what_comes_before_and_after_a_product(executor):
+    assert head(3) < 1e-4
+    assert batched() < 1e-4
+    assert executor.report.kinds() == set()
 
 
 def test_one_row_of_blocks_that_reach_over(executor):

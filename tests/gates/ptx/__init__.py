@@ -9,6 +9,6 @@ Atomics are applied one after another, in random order. Copies to shared memory 
 warps run ahead, some at once. Products of matrices are ``mma``: those of sm_90 for groups of warps, ``wgmma``, raise
 :exc:`~tests.gates.ptx.emitter.NotExecutedError`. TF32 is truncated to 10 bits of mantissa, as tensor cores do.
 
-Not seen: how tensor cores round sums, what ptxas does, caches, and the order of accesses to memory by lanes of different programs. Functions that
-the device approximates are exact here, and denormal floats are kept.
+Not seen: what ptxas does, how tensor cores round sums, caches, and the order of accesses to memory by lanes of
+different programs. Functions that the device approximates are exact here, and denormal floats are kept.
 """

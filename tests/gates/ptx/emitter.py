@@ -461,9 +461,12 @@ class _Block:
         operands = instruction.operands if instruction.op == "atom" else ("_", *instruction.operands)
         action = next(part for part in instruction.parts if part in ("add", "min", "max", "exch", "cas", *_LOGIC))
         dtype = dtype_of(instruction.type)
-        values = ", ".join(self._value(operand, dtype) for operand in operands[2:])
-        call = f"m.atomic(lanes, {self._address(operands[1])}, {self.guard}, {action!r}, [{values}], {dtype!r}"
-        self._assign([operands[0]], f"{call}, {instruction.place!r}),", dtype)
+        address, targets = self._address(operands[1]), names(operands[0])
+        for k, given in enumerate(zip(*map(names, operands[2:]), strict=True)):
+            values = ", ".join(self._value(operand, dtype) for operand in given)
+            place = f"{address} + {self._constant('i8', k * int(dtype[1:]))}" if k else address
+            call = f"m.atomic(lanes, {place}, {self.guard}, {action!r}, [{values}], {dtype!r}, {instruction.place!r})"
+            self._assign([targets[k % len(targets)]], f"{call},", dtype)
 
     _red = _atom
 

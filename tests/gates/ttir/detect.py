@@ -9,7 +9,7 @@ import numpy as np
 from tests.gates.ttir.machine import Access, Machine
 
 _LIMIT = 2000
-"""Places that are looked at, of a launch or an interval, evenly spaced."""
+"""Places that are looked at where the same operations meet, of a launch or an interval, evenly spaced."""
 
 Element = tuple[Access, int]
 """An access, and one of its addresses."""
@@ -62,8 +62,14 @@ def _meetings(
         several &= np.minimum.reduceat(owners, begin) != np.maximum.reduceat(owners, begin)
     groups = np.flatnonzero(several)
     if groups.size > _LIMIT:
-        truncated()
-        groups = groups[np.linspace(0, groups.size - 1, _LIMIT).astype(int)]
+        # Many harmless places must not hide a few of others.
+        numbers = np.random.default_rng(0).integers(2**62, size=1 + max(a.op.number for a in accesses))
+        alike = np.add.reduceat(numbers[[a.op.number for a in accesses]][which], begin)[groups]
+        kinds = [groups[alike == kind] for kind in np.unique(alike)]
+        if any(kind.size > _LIMIT for kind in kinds):
+            truncated()
+        spaced = [np.linspace(0, kind.size - 1, min(kind.size, _LIMIT)).astype(int) for kind in kinds]
+        groups = np.concatenate([kind[chosen] for kind, chosen in zip(kinds, spaced, strict=True)])
     for g in groups:
         members = slice(begin[g], end[g])
         yield [(accesses[k], int(x)) for k, x in zip(which[members], element[members], strict=True)]

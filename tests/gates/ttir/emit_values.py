@@ -249,10 +249,10 @@ def expand_dims(e: Emitter, op: Op) -> None:
 
 @handles("tt.reshape")
 def reshape(e: Emitter, op: Op) -> None:
-    if "allow_reorder" in op.text:
-        raise UnsupportedError("reshape with allow_reorder")
     source, target = cast_types(op)
-    cast(e, op, f"ar.whole({{}}, {source.shape}).reshape({target.shape})")
+    # Nobody may rely on the order then.
+    order = ".ravel()[::-1]" if "allow_reorder" in op.text else ""
+    cast(e, op, f"ar.whole({{}}, {source.shape}){order}.reshape({target.shape})")
 
 
 @handles("tt.trans")
