@@ -247,8 +247,10 @@ class _Block:
         self.guard = None
         if instruction.guard:
             self.guard = ("~" if instruction.negated else "") + self._value(instruction.guard, "b1")
-        for name in instruction.read:
-            if name in self.flow.unset:
+        # The halves of a register may be put together though nobody reads one of them.
+        unset = self.flow.unset.intersection(instruction.read)
+        if instruction.op != "mov" or len(unset) == len(set(instruction.read)):
+            for name in sorted(unset):
                 self._line(f"m.unset({name!r}, {instruction.place!r})")
 
     def _end(self, instruction: Instruction) -> str:
