@@ -273,6 +273,14 @@ class _Block:
 
     def _result(self, instruction: Instruction, template: str, dtype: str = "") -> None:
         """Write what an expression gives of operands that have the instruction's type."""
+        if len(set(re.findall(r"{\d}", template))) != len(instruction.operands) - 1:
+            raise NotImplementedError(" ".join([".".join(instruction.parts), *instruction.operands]))
+        if instruction.type in ("bf16", "f16") and instruction.parts[-2] == "f32":
+            # Of sm_100 and later: all operands but the last one are narrower than the result.
+            *narrow, last = instruction.operands[1:]
+            values = [f"{self._number(operand, instruction.type)}.astype('f4')" for operand in narrow]
+            self._write(instruction.operands[0], template.format(*values, self._value(last, "f4")), "f4")
+            return
         own = dtype_of(instruction.type)
         if own[0] == "i" and instruction.op in ("add", "sub", "neg", "not"):
             own = f"u{own[1:]}"
@@ -411,7 +419,9 @@ class _Block:
         name = {"min": "minimum", "max": "maximum"}[instruction.op]
         if "f" in instruction.type and "NaN" not in instruction.parts:
             name = f"f{instruction.op}"
-        self._result(instruction, f"np.{name}({{0}}, {{1}})")
+        pair = f"np.{name}({{0}}, {{1}})"
+        # That for sm_100 and later may have three operands.
+        self._result(instruction, pair if len(instruction.operands) == 3 else f"np.{name}({pair}, {{2}})")
 
     _max = _min
 
