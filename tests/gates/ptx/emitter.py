@@ -205,6 +205,9 @@ class _Block:
             return _SPECIAL[operand] if dtype == "u4" else f"{_SPECIAL[operand]}.astype({dtype!r})"
         if operand[0] == "%":
             return self._register(operand, dtype)
+        if parameter := re.fullmatch(r"\w+_param_(\d+)", operand):
+            # As if each were 8 bytes behind the one before.
+            return self._constant(dtype, 8 * int(parameter[1]))
         if operand == "global_smem":
             return self._constant(dtype, 0)
         if operand[:2].lower() in ("0f", "0d"):
@@ -453,9 +456,8 @@ class _Block:
         targets, dtype = names(instruction.operands[0]), dtype_of(instruction.type)
         if instruction.parts[1] == "param":
             number = re.match(r"\[\w+_param_(\d+)\]$", instruction.operands[1])
-            if number is None:
-                raise NotImplementedError(f"parameter {instruction.operands[1]}")
-            self._write(targets[0], f"m.parameter({number[1]}, {dtype!r})", dtype)
+            place = number[1] if number else f"({self._address(instruction.operands[1])}) // 8"
+            self._write(targets[0], f"m.parameter({place}, {dtype!r})", dtype)
             return
         call = f"m.load_{_space(instruction)}(lanes, {self._address(instruction.operands[1])}, "
         self._assign(targets, f"{call}{self.guard}, {dtype!r}, {len(targets)}, {instruction.place!r})", dtype)

@@ -225,9 +225,9 @@ class Machine:
     def nctaid(self, axis: int, lanes: np.ndarray | None) -> Any:
         return np.uint32(self.grid[axis])
 
-    def parameter(self, number: int, dtype: str) -> Any:
+    def parameter(self, number: Any, dtype: str) -> Any:
         # Triton adds pointers to scratch memory, which no kernel here has.
-        bits = self.arguments[number] if number < len(self.arguments) else np.uint64(0)
+        bits = np.array([*self.arguments, 0, 0, 0, 0], "u8")[number]
         return bits.astype(f"u{dtype[1:]}").view(dtype)
 
     def read(self, number: int, lanes: np.ndarray | None) -> Any:
