@@ -367,6 +367,8 @@ def trajectories_update_envs_kernel(
     slice_len = slice_len.to(tl.int64)
     signals = (signals_ptr, n_signals, load_signal(signals_ptr, 0, n_signals))
     ring = load_ring(ring_ptr, steps, envs)
+    # Here, so that it takes no round trip of its own.
+    past = load_past(ring_ptr, past, steps * envs)
     block = tl.arange(0, BLOCK_BYTES)
     first, last = run_of_bits(ring[0], n, steps, BY_ID)
     _, count, _ = run_of_bytes(first, last, steps, n >= steps)
@@ -388,7 +390,7 @@ def trajectories_update_envs_kernel(
     if HAS_SUMS:
         block = tl.arange(0, BLOCK_WEIGHTS)
         memory, shape = (ends_ptr, sums_ptr), (steps, envs, depth)
-        rule, past = (slice_len, min_len, before, after), load_past(ring_ptr, past, steps * envs)
+        rule = (slice_len, min_len, before, after)
         run = run_words + (n < steps).to(tl.int64)
         for start in range(0, run.to(tl.int32) * BLOCK_ENVS, BLOCK_WEIGHTS):
             lane = lane_of(start + block, run, envs, BLOCK_ENVS)

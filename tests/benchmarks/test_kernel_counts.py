@@ -166,7 +166,8 @@ def test_calls_are_timed_on_full_buffers(monkeypatch: pytest.MonkeyPatch):
     assert {(each["stored"], each["warm"], each["cold"], each["probe"]["agreed"]) for each in found} == {
         (512, 1.0, 0.0, True)
     }
-    assert {each["call"].partition(":")[0] for each in found} == kernels.SIZES.keys()
+    by_law = {"no law", "Geometric", "Linear", "Newest", "EmphasizeRecent", "Balanced"}
+    assert {each["call"].partition(":")[0] for each in found} == kernels.SIZES.keys() | by_law
 
 
 def test_a_profiler_sees_each_call_once(monkeypatch: pytest.MonkeyPatch):
