@@ -486,7 +486,6 @@ write = define(
     "rows_write(Tensor table, Tensor[] sources, Tensor(a!) ring, Tensor index, int capacity,"
     " Tensor? generation=None) -> ()",
     __name__,
-    fake=lambda table, sources, ring, index, capacity, generation=None: None,
 )
 """``write(table, sources, ring, index, capacity, generation=None)``: overwrite the rows at ``index`` in place.
 
@@ -504,7 +503,6 @@ relink = define(
     "rows_relink(Tensor table, Tensor[] sources, Tensor(a!) ring, Tensor index, int capacity, int envs,"
     " Tensor(b!) links, Tensor(c!) owners) -> ()",
     __name__,
-    fake=lambda table, sources, ring, index, capacity, envs, links, owners: None,
 )
 """``relink(table, sources, ring, index, capacity, envs, links, owners)``: give stored rows their next observations.
 
