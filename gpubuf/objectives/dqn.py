@@ -7,7 +7,6 @@ from typing import Any
 
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
-from torch import Tensor
 
 from gpubuf.modules.fast_call import entry, output
 from gpubuf.objectives.base import LossModule
