@@ -381,17 +381,14 @@ _READING = (
 )
 
 
-def _gather_fake(
-    table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_bytes: int, *reading: Any
-) -> tuple[Tensor, Tensor]:
-    return table.new_empty(arena_bytes, dtype=torch.uint8), index.new_empty(index.numel())
-
-
 gather = define(
     f"rows_gather(Tensor table, Tensor(a!) ring, Tensor index, int capacity, int arena_bytes, {_READING})"
     " -> (Tensor, Tensor)",
     __name__,
-    fake=_gather_fake,
+    fake=lambda table, ring, index, capacity, arena_bytes, *_: (
+        table.new_empty(arena_bytes, dtype=torch.uint8),
+        index.new_empty(index.numel()),
+    ),
 )
 """``gather(table, ring, index, capacity, arena_bytes, *reading) -> (arena, generation)``: the batch of rows ``index``.
 
@@ -413,17 +410,15 @@ Raises:
 """
 
 
-def _sample_fake(
-    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, arena_bytes: int, *reading: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return table.new_empty(arena_bytes, dtype=torch.uint8), ring.new_empty(n), ring.new_empty(n)
-
-
 sample = define(
     "rows_sample(Tensor table, Tensor(a!) ring, Tensor(c!) rng, int n, int capacity, int arena_bytes,"
     f" {_READING}) -> (Tensor, Tensor, Tensor)",
     __name__,
-    fake=_sample_fake,
+    fake=lambda table, ring, rng, n, capacity, arena_bytes, *_: (
+        table.new_empty(arena_bytes, dtype=torch.uint8),
+        ring.new_empty(n),
+        ring.new_empty(n),
+    ),
 )
 """``sample(table, ring, rng, n, capacity, arena_bytes, *reading) -> (arena, index, generation)``: ``n`` rows uniformly.
 
