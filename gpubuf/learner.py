@@ -23,6 +23,7 @@ from gpubuf.data.transforms import Compose
 from gpubuf.modules.linear import _hooks_of_all
 from gpubuf.objectives.base import LossModule, _check_updater
 from gpubuf.objectives.explicit import KNOWN, UnknownError, Update, update_of
+from gpubuf.objectives.fused import FUSED, allows_tf32
 from gpubuf.optim import AdamW
 
 
@@ -45,10 +46,12 @@ class Learner:
     the loss are read on the device, and need none. An update that can't be captured runs eagerly, and a warning says
     why, once.
 
-    On a CPU, :class:`~gpubuf.objectives.SACLoss` and :class:`~gpubuf.objectives.TD3Loss` of plain perceptrons (see
-    :mod:`gpubuf.modules`) have their gradients written out, without autograd: the same up to rounding, and faster. They
-    are written into the same memory at each call, and are the ``grad`` of the parameters. All else, and parameters with
-    hooks, goes through autograd.
+    :class:`~gpubuf.objectives.SACLoss` of plain perceptrons (see :mod:`gpubuf.modules`), and on a CPU
+    :class:`~gpubuf.objectives.TD3Loss`, have their gradients written out, without autograd: the same up to rounding,
+    and faster. On a GPU whole networks are then one launch (:mod:`gpubuf.kernels.perceptrons`), by TF32 where
+    ``torch.set_float32_matmul_precision("high")`` allows it, and in bfloat16 under autocast. Gradients are written into
+    the same memory at each call, and are the ``grad`` of the parameters. All else, and parameters with hooks, goes
+    through autograd.
 
     Args:
         loss: a loss of :mod:`gpubuf.objectives` or another library, or a function: it takes a batch, and returns a
@@ -119,10 +122,7 @@ class Learner:
             raise ValueError("a learner without a buffer needs a batch: learner(batch)")
         if not self._capture or self._device.type not in graphs.GRAPH_DEVICES:
             return self._update(batch, policy)[0]
-        watch = self._new_watch()
-        if watch is not None:
-            self.reset()
-            self._watch = watch
+        self._look()
         losses, written = self._replayed(batch, policy)
         if batch is not None:
             for key, value in written.items():
@@ -174,21 +174,25 @@ class Learner:
 
     def _known(self) -> Update | None:
         """The update that is written out, if there is one for the loss as it is."""
-        loss = self.loss
-        if type(loss) not in KNOWN or self._device.type in graphs.GRAPH_DEVICES:
+        if type(self.loss) not in KNOWN or torch._C._len_torch_dispatch_stack():
             return None
-        if torch.is_autocast_enabled("cpu"):
+        if torch.is_autocast_enabled("cpu") or torch._C._are_functorch_transforms_active():
             return None
-        if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
-            return None
-        watch = self._new_watch()
-        if watch is not None:
-            self._explicit = None
-            with contextlib.suppress(UnknownError):
-                groups = self.optimizer.param_groups
-                self._explicit = update_of(loss, [each for group in groups for each in group["params"]])
-            self._watch = watch
+        self._look()
         return self._explicit
+
+    def _look(self) -> None:
+        """Where something has changed since the last update, drop the graphs, and find the update that fits."""
+        watch = self._new_watch()
+        if watch is None:
+            return
+        self.reset()
+        self._explicit = None
+        on_gpu = self._device.type in graphs.GRAPH_DEVICES
+        with contextlib.suppress(UnknownError):
+            learning = [each for group in self.optimizer.param_groups for each in group["params"]]
+            self._explicit = update_of(self.loss, learning, FUSED if on_gpu else KNOWN)
+        self._watch = watch
 
     def _new_watch(self) -> Watch | None:
         """None: nothing has changed since the last update. Else what notices the next change.
@@ -306,6 +310,7 @@ class Watch:
             *map(any, map(_hooks, self._learning)),
             torch.is_autocast_enabled(self._kind),
             torch.get_autocast_dtype(self._kind),
+            allows_tf32(),
         ]
         return values, objects, numbers
 

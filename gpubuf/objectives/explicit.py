@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import unwrap
 from typing import Any, NamedTuple, cast
 
@@ -207,21 +207,25 @@ class Perceptrons:
         #: (parameter, memory for its gradient).
         self.gradients = [(each, torch.empty_like(each).detach()) for each in learning if each is not None]
         gradients = iter(gradient for _, gradient in self.gradients)
-        self.nets = nets([tensor.detach() for tensor in tensors])
-        self._into = nets([None if each is None else next(gradients) for each in learning])
-        self._widths: list[int] = [weight.shape[1] for weight, _ in self.nets[0]]
+        kept = [None if each is None else next(gradients) for each in learning]
+        #: Weight and bias of each layer, of all nets, and the memory for their gradients, as the parameters are.
+        self.tensors, self.into = [tensors[place].detach() for place in used], [kept[place] for place in used]
+        self.turned = turned
+        self.nets, self._into = nets([tensor.detach() for tensor in tensors]), nets(kept)
         self.like: Tensor = self.nets[0][0].weight
-        self.inputs = self.like.shape[0]
+        #: Its widths: inputs, hidden layers, outputs.
+        self.sizes: list[int] = [self.like.shape[0], *(weight.shape[1] for weight, _ in self.nets[0])]
+        self.inputs = self.sizes[0]
         self._memory, self._prepared = memory, (-1, 0)
 
     @property
     def outputs(self) -> int:
         """Numbers that a net returns for a row."""
-        return self._widths[-1]
+        return self.sizes[-1]
 
     def _prepare(self, rows: int, batches: int) -> None:
         """Take memory for that many batches of rows, and prepare the calls on it."""
-        hidden, count, total = self._widths[:-1], len(self.nets), rows * batches
+        hidden, count, total = self.sizes[1:-1], len(self.nets), rows * batches
         x, self._out = self.like.new_empty(total, self.inputs), self.like.new_empty(count, total, self.outputs)
         self._inputs = x.split(rows)
         #: Memory for the gradient of what the first batch results in, ``[N, B, out]``.
@@ -254,6 +258,10 @@ class Perceptrons:
     def backward(self) -> None:
         """Set the gradients of all parameters that learn, by :attr:`grad` of the last :meth:`forward`."""
         self._backward.run()
+        self.set_gradients()
+
+    def set_gradients(self) -> None:
+        """Let parameters that learn have the gradients in memory."""
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
 
@@ -382,8 +390,9 @@ class Update(abc.ABC):
         self.dtype = self.actor.like.dtype
         if self.dtype not in (torch.float32, torch.float64) or self.critics.like.dtype is not self.dtype:
             raise UnknownError("networks in several dtypes, or a short one")
-        if not (self.actor.like.is_cpu and self.critics.like.is_cpu):
-            raise UnknownError("networks on a GPU")
+        self.device = self.actor.like.device
+        if self.critics.like.device != self.device:
+            raise UnknownError("networks on several devices")
         self._states: list[Any] = loss.actor_network.in_keys
         self._of_critics: list[Any] = loss._critics.network.in_keys
         self._action = loss.tensor_keys.action
@@ -401,7 +410,7 @@ class Update(abc.ABC):
         """See the call."""
 
     def fits(self, batch: TensorDictBase) -> bool:
-        """Whether the batch is one of rows, ``[B]``, on the host, in the dtype of the networks."""
+        """Whether the batch is one of rows, ``[B]``, on the device and in the dtype of the networks."""
         rows, following = batch.batch_size, batch.get("next", None)
         if len(rows) != 1 or not rows[0] or following is None:
             return False
@@ -409,7 +418,12 @@ class Update(abc.ABC):
         for key in dict.fromkeys((*self._states, *self._of_critics)):
             for step in (batch,) if key == self._action else (batch, following):
                 each = step.get(key, None)
-                if type(each) is not Tensor or each.ndim != 2 or each.dtype is not self.dtype or not each.is_cpu:
+                if (
+                    type(each) is not Tensor
+                    or each.ndim != 2
+                    or each.dtype is not self.dtype
+                    or each.device != self.device
+                ):
                     return False
                 # What has made it learns as well.
                 if each.requires_grad:
@@ -611,16 +625,17 @@ class TD3Update(Update):
         return {"loss_actor": value}
 
 
-KNOWN: dict[type, type[Update]] = {SACLoss: SACUpdate, TD3Loss: TD3Update}
+KNOWN: Mapping[type, type[Update]] = {SACLoss: SACUpdate, TD3Loss: TD3Update}
+"""The updates of a CPU, by the loss."""
 
 
-def update_of(loss: Any, parameters: Iterable[Tensor]) -> Update:
+def update_of(loss: Any, parameters: Iterable[Tensor], known: Mapping[type, type[Update]] = KNOWN) -> Update:
     """The update of ``loss``, written out, for an optimiser of ``parameters``.
 
     Raises:
         UnknownError: it is not.
     """
-    kind = KNOWN.get(type(loss))
+    kind = known.get(type(loss))
     if kind is None:
         raise UnknownError(f"a {type(loss).__name__}")
     return kind(loss, parameters)

@@ -11,18 +11,18 @@ the layers: the policy's head, the target of the critics, the slopes of the loss
 * :data:`sac_action_gradients`: the same of the policy;
 * :data:`weight_gradients`: of all weights and biases, of critics and policy.
 
-A *net* is a perceptron with at least one hidden layer, and an activation between its layers: :data:`RELU` or
-:data:`SILU`. Its ``params`` are weight and bias of each layer, in order, float32 and contiguous. Critics have one value
-and are stacked: weights ``[N, in, out]``, or ``[N, out, in]`` where ``turned``; the policy's are ``[out, in]``. Their
-input is state and action, of which ``columns`` are the first columns. The policy's result is ``[n, 2 A]``: ``loc`` and
-``raw``, with ``scale = softplus(raw + shift) + smallest_scale``.
+A *net* is a perceptron with at least one hidden layer, and an activation between its layers, a code of
+:mod:`gpubuf.kernels.norms`: RELU or SILU. Its ``params`` are weight and bias of each layer, in order, float32 and
+contiguous. Critics have one value and are stacked: weights ``[N, in, out]``, or ``[N, out, in]`` where ``turned``; the
+policy's are ``[out, in]``. Their input is state and action, of which ``columns`` are the first columns. The policy's
+result is ``[n, 2 A]``: ``loc`` and ``raw``, with ``scale = softplus(raw + shift) + smallest_scale``.
 
 ``hidden`` has, for each hidden layer, what it computes before the activation, and ``deltas`` the gradient by it. All
 results are written into memory that the caller owns.
 
-``precision`` is that of products on a GPU, whose sums are float32: :data:`IEEE`, :data:`TF32X3` (float32 numbers as sums
-of two TF32 numbers each, three products; see tests/kernels/test_perceptrons.py for how near that is), :data:`TF32` or
-:data:`BF16`. A CPU multiplies float32, or for :data:`BF16` what is rounded to it.
+``precision`` is that of products on a GPU, whose sums are float32: :data:`IEEE`, :data:`TF32X3` (each number as the sum
+of two of TF32, three products; tests/kernels/test_perceptrons.py says how near that is), :data:`TF32` or :data:`BF16`.
+A CPU multiplies float32, or for :data:`BF16` what is rounded to it.
 
 References: Haarnoja et al., "Soft Actor-Critic Algorithms and Applications", arXiv 1812.05905; Markidis et al., "NVIDIA
 Tensor Core Programmability, Performance & Precision", arXiv 1803.04014 (products in parts).
@@ -31,15 +31,13 @@ Tensor Core Programmability, Performance & Precision", arXiv 1803.04014 (product
 from __future__ import annotations
 
 from gpubuf.kernels._registry import define
-from gpubuf.kernels.norms import RELU, SILU
-
-ACTIVATIONS = (RELU, SILU)
 
 IEEE, TF32X3, TF32, BF16 = range(4)
 """Values of ``precision``."""
 
-SCALARS = ("loss_qvalue", "alpha", "loss_actor", "loss_alpha", "entropy", "slope")
-"""What :data:`sac_value_gradients` computes of a batch; ``slope`` is the derivative of ``loss_alpha`` by log_alpha."""
+SCALARS = ("slope", "loss_qvalue", "alpha", "loss_actor", "loss_alpha", "entropy")
+"""What :data:`sac_value_gradients` computes of a batch. ``slope`` is the derivative of ``loss_alpha`` by log_alpha; it
+comes first, where its address is as aligned as that of a parameter."""
 
 SHAPE = 8
 """Numbers of a product of :data:`weight_gradients`."""
@@ -51,8 +49,8 @@ def _none(*_: object) -> None:
 
 sac_act = define(
     "perceptrons_sac_act(Tensor next_state, Tensor state, Tensor noise, Tensor? low, Tensor? high, Tensor[] target,"
-    " Tensor[] online, int activation, float shift, float smallest_scale, float low_value, float high_value, bool policy,"
-    " int precision, Tensor(a!)[] hidden, Tensor(b!) head, Tensor(c!) action, Tensor(d!) log_prob) -> ()",
+    " Tensor[] online, int activation, float shift, float smallest_scale, float low_value, float high_value,"
+    " bool policy, int precision, Tensor(a!)[] hidden, Tensor(b!) head, Tensor(c!) action, Tensor(d!) log_prob) -> ()",
     __name__,
     fake=_none,
 )
@@ -113,7 +111,7 @@ Args:
     grad_q: float32 ``[N, n]``, out: of ``q[1]``.
     grad_action: float32 ``[N, n, A]``, out: of the policy's actions, from the first critic that attains the minimum.
     td_error: float32 ``[n]``, out: ``max_k |q[1, k] - y|``.
-    scalars: float32 ``[6]``, out: :data:`SCALARS`; without ``policy`` the first two alone.
+    scalars: float32 ``[6]``, out: :data:`SCALARS`; without ``policy`` loss_qvalue and alpha alone.
 """
 
 sac_action_gradients = define(
@@ -138,9 +136,9 @@ weight_gradients = define(
 )
 """``weights[p] = activation(inputs[p])^T grads[p]``, and ``biases[p]``, the sums of the columns of ``grads[p]``.
 
-``shapes`` has eight numbers for each product p: (nets N, whether all nets have one input, first row of the weight, width
-of the input, inputs of the layer, outputs of the layer, whether the weight is turned, whether the input needs the
-activation). A product whose first row is not 0 is a part of a layer, and leaves its bias alone.
+``shapes`` has eight numbers for each product p: (nets N, whether all nets have one input, first row of the weight,
+width of the input, inputs of the layer, outputs of the layer, whether the weight is turned, whether the input needs
+the activation). A product whose first row is not 0 is a part of a layer, and leaves its bias alone.
 
 Args:
     first: a tensor on the device, whose first dimension is n.

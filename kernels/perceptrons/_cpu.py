@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from gpubuf.kernels.perceptrons import BF16, SHAPE, SILU
+from gpubuf.kernels.norms import SILU
+from gpubuf.kernels.perceptrons import BF16, SHAPE
 from gpubuf.kernels.sac import _cpu as entropies
 from gpubuf.kernels.tanh_normal import _cpu as density
 from gpubuf.kernels.td import SMALLEST
@@ -28,8 +29,10 @@ def _activate(z: Tensor, activation: int) -> Tensor:
 def _by_sums(grad: Tensor, z: Tensor, activation: int) -> Tensor:
     """The gradient by sums ``z``, of that by their activation."""
     if activation == SILU:
-        return torch.ops.aten.silu_backward(grad, z)
-    return torch.ops.aten.threshold_backward(grad, z, 0)
+        grad = torch.ops.aten.silu_backward(grad, z)
+    else:
+        grad = torch.ops.aten.threshold_backward(grad, z, 0)
+    return grad
 
 
 def _layers(params: Sequence[Tensor], turned: bool) -> list[tuple[Tensor, Tensor]]:
@@ -104,21 +107,21 @@ def sac_value_gradients(
     alpha, one = log_alpha.exp(), q.new_ones(())
     following, own = log_prob.chunk(2)
     target = values.soft_td_target(q[0], following, alpha, reward, terminated, gamma, steps, SMALLEST)
-    scalars[0], td_error[:], norm = values.loss(q[1], target, weight, None, loss_function, reduction)
-    scalars[1] = alpha
+    scalars[1], td_error[:], norm = values.loss(q[1], target, weight, None, loss_function, reduction)
+    scalars[2] = alpha
     grad_q.copy_(values.loss_backward(one, q[1], target, weight, None, norm, loss_function, reduction))
     _backward(
         grad_q.unsqueeze(-1), online, turned, activation, precision, [h[1] for h in hidden], [d[0] for d in deltas]
     )
     if policy:
-        scalars[2], scalars[4], norm = entropies.actor_loss(q[2], own, alpha, weight, None, reduction, SMALLEST)
+        scalars[3], scalars[5], norm = entropies.actor_loss(q[2], own, alpha, weight, None, reduction, SMALLEST)
         by_q, _ = entropies.actor_loss_backward(one, q[2], own, alpha, weight, None, norm, reduction, SMALLEST)
         given = by_q.unsqueeze(-1), online, turned, activation, precision
         _backward(*given, [each[2] for each in hidden], [each[1] for each in deltas])
         first = columns[1]
         of_action = _layers(online, turned)[0][0][:, first : first + grad_action.shape[-1]]
         grad_action.copy_(_product(deltas[0][1], of_action.mT, precision))
-        scalars[3], scalars[5] = entropies.temperature_loss(log_alpha, own, target_entropy, weight, None, reduction)
+        scalars[4], scalars[0] = entropies.temperature_loss(log_alpha, own, target_entropy, weight, None, reduction)
 
 
 def sac_action_gradients(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._launching import cdiv, launch
+from gpubuf.kernels._launching import all_registers, cdiv, launch
 from gpubuf.kernels.perceptrons import BF16, IEEE, SHAPE, TF32, TF32X3
 from gpubuf.kernels.perceptrons import _triton as layers
 from gpubuf.kernels.perceptrons import _triton_sac as kernels
@@ -20,6 +20,9 @@ _PRECISIONS |= {IEEE: "ieee", BF16: "bf16"}
 SUMS = 256
 """Rows that the sums of losses take at a time."""
 
+WARPS: dict[str, Any] = {"num_warps": 8, "maxnreg": all_registers(8)}
+"""Of every program."""
+
 
 def _power(width: int) -> int:
     """A power of two of at least ``width``, and of what a product takes."""
@@ -27,8 +30,11 @@ def _power(width: int) -> int:
 
 
 def _tiles(n: int, widths: Sequence[int], precision: int) -> dict[str, Any]:
-    """How programs cover rows and layers: few rows of a small batch, so that every multiprocessor has some."""
-    block = 16 if n <= 1024 else 32 if n <= 4096 else 64
+    """How programs cover rows and layers: few rows of a small batch, so that every multiprocessor has some.
+
+    Three products of TF32 take thrice the registers.
+    """
+    block = 16 if n <= 1024 else 32 if n <= 4096 or precision in (IEEE, TF32X3) else 64
     tiles = {"BLOCK": block, "WIDTH": min(128, max(map(_power, widths))), "DEPTH": 32, "STAGES": 3}
     return {"PRECISION": _PRECISIONS[precision], **tiles}
 
@@ -56,7 +62,7 @@ def sac_act(
     bounds = (noise if low is None else low, noise if high is None else high)
     results = (tuple(hidden), head, action, log_prob)
     arguments = (next_state, state, noise, *bounds, tuple(target), tuple(online), *results, n)
-    launch(kernels.perceptrons_sac_act_kernel, (1 + policy) * cdiv(n, tiles["BLOCK"]), *arguments, num_warps=8, **how)
+    launch(kernels.perceptrons_sac_act_kernel, (1 + policy) * cdiv(n, tiles["BLOCK"]), *arguments, **WARPS, **how)
 
 
 def sac_values(
@@ -66,11 +72,11 @@ def sac_values(
 ) -> None:  # fmt: skip
     (n, width), nets, sizes = state.shape, q.shape[1], _sizes(online, turned)
     tiles = _tiles(n, sizes[1:-1], precision)
-    inputs = (columns[0], width), (columns[1], action.shape[1])
+    inputs = (columns[0], width, columns[1], action.shape[1])
     how = {"NETS": nets, "SIZES": sizes, "INPUTS": inputs, "ACTIVATION": activation, "TURNED": turned, **tiles}
     programs = (2 + policy) * nets * cdiv(n, tiles["BLOCK"])
     arguments = (next_state, state, action, drawn, tuple(target), tuple(online), tuple(hidden), q, n)
-    launch(kernels.perceptrons_sac_values_kernel, programs, *arguments, num_warps=8, **how)
+    launch(kernels.perceptrons_sac_values_kernel, programs, *arguments, **WARPS, **how)
 
 
 def sac_value_gradients(
@@ -81,7 +87,7 @@ def sac_value_gradients(
 ) -> None:  # fmt: skip
     (nets, n, size), sizes = grad_action.shape, _sizes(online, turned)
     tiles = _tiles(n, sizes[1:-1], precision)
-    inputs = (columns[0], sizes[0] - size), (columns[1], size)
+    inputs = (columns[0], sizes[0] - size, columns[1], size)
     how = {
         "NETS": nets, "SIZES": sizes, "INPUTS": inputs, "ACTIVATION": activation, "TURNED": turned,
         "LOSS_FUNCTION": loss_function, "REDUCTION": reduction, "HAS_STEPS": steps is not None,
@@ -91,7 +97,7 @@ def sac_value_gradients(
     results = (tuple(deltas), grad_q, grad_action, td_error, scalars)
     arguments = (q, log_prob, log_alpha, target_entropy, *given, tuple(online), tuple(hidden), *results, n)
     programs = (1 + policy) * nets * cdiv(n, tiles["BLOCK"]) + 1
-    launch(kernels.perceptrons_sac_value_gradients_kernel, programs, *arguments, num_warps=8, **how)
+    launch(kernels.perceptrons_sac_value_gradients_kernel, programs, *arguments, **WARPS, **how)
 
 
 def sac_action_gradients(
@@ -109,9 +115,7 @@ def sac_action_gradients(
     }  # fmt: skip
     given = (noise if weight is None else weight, noise, noise if low is None else low, noise if high is None else high)
     arguments = (grad_action, log_alpha, *given, head, tuple(online), tuple(hidden), tuple(deltas), grad_head, n)
-    launch(
-        kernels.perceptrons_sac_action_gradients_kernel, cdiv(n, tiles["BLOCK"]), *arguments, num_warps=8, **how
-    )
+    launch(kernels.perceptrons_sac_action_gradients_kernel, cdiv(n, tiles["BLOCK"]), *arguments, **WARPS, **how)
 
 
 def weight_gradients(
@@ -122,9 +126,9 @@ def weight_gradients(
     tile, begins = 64, [0]
     for nets, _, _, width, _, fan_out, *_ in products:
         begins.append(begins[-1] + nets * cdiv(width, tile) * cdiv(fan_out, tile))
-    how = {
+    how: dict[str, Any] = {
         "SHAPES": products, "FIRST": tuple(begins), "ACTIVATION": activation, "PRECISION": _PRECISIONS[precision],
         "WIDTH": tile, "HEIGHT": tile, "DEPTH": 32, "STAGES": 3,
     }  # fmt: skip
     tensors = (tuple(inputs), tuple(grads), tuple(weights), tuple(biases))
-    launch(layers.perceptrons_weight_gradients_kernel, begins[-1], *tensors, len(first), num_warps=8, **how)
+    launch(layers.perceptrons_weight_gradients_kernel, begins[-1], *tensors, len(first), **WARPS, **how)

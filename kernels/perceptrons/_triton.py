@@ -6,7 +6,7 @@ float32, and that of products PRECISION: "ieee", "tf32x3" (three products of TF3
 
 Of a network SIZES are the widths (inputs, hidden layers, outputs), and ``params`` weight and bias of each layer, for
 all nets: weights ``[nets, in, out]``, or ``[nets, out, in]`` where TURNED. ``rows`` are (numbers, which of them are
-there). INPUTS say of each part of the input (first column, width).
+there). INPUTS are first column and width of each part of the input.
 """
 
 import triton
@@ -42,10 +42,7 @@ def load_rows(x_ptr, rows, column, WIDTH: tl.constexpr):
 @triton.jit
 def load_weight(weight_ptr, fan_in, fan_out, inside, FAN_IN: tl.constexpr, FAN_OUT: tl.constexpr, TURNED: tl.constexpr):
     """``[len(fan_in), len(fan_out)]`` of a weight, or, if it is given columns of outputs first, of its transpose."""
-    if TURNED:
-        at = fan_out * FAN_IN + fan_in
-    else:
-        at = fan_in * FAN_OUT + fan_out
+    at = fan_out * FAN_IN + fan_in if TURNED else fan_in * FAN_OUT + fan_out
     return tl.load(weight_ptr + at, mask=inside, other=0)
 
 
@@ -84,6 +81,36 @@ def add_transposed_product(
 
 
 @triton.jit
+def run_layer(
+    inputs, params, hidden, net, place, rows, LAYER: tl.constexpr, SIZES: tl.constexpr, INPUTS: tl.constexpr,
+    ACTIVATION: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """One hidden layer of a net, on what the layer below has left."""
+    row, inside = rows
+    fan_in: tl.constexpr = SIZES[LAYER]
+    fan_out: tl.constexpr = SIZES[LAYER + 1]
+    weight_ptr = params[2 * LAYER] + net * (fan_in * fan_out)
+    for start in tl.range(0, fan_out, WIDTH, num_stages=1):
+        column = start + tl.arange(0, WIDTH)
+        bias = tl.load(params[2 * LAYER + 1] + net * fan_out + column, mask=column < fan_out, other=0)
+        total = tl.zeros([row.shape[0], WIDTH], tl.float32) + bias[None, :]
+        if LAYER == 0:
+            for part in tl.static_range(len(INPUTS) // 2):
+                total = add_product(
+                    total, inputs[part], rows, weight_ptr, column, INPUTS[2 * part], INPUTS[2 * part + 1], fan_in,
+                    fan_out, NONE, TURNED, PRECISION, DEPTH, STAGES,
+                )  # fmt: skip
+        else:
+            total = add_product(
+                total, hidden[LAYER - 1] + place * fan_in, rows, weight_ptr, column, 0, fan_in, fan_in, fan_out,
+                ACTIVATION, TURNED, PRECISION, DEPTH, STAGES,
+            )  # fmt: skip
+        at = hidden[LAYER] + place * fan_out + row[:, None] * fan_out + column[None, :]
+        tl.store(at, total, mask=inside[:, None] & (column < fan_out)[None, :])
+
+
+@triton.jit
 def run_hidden(
     inputs, params, hidden, net, place, rows, SIZES: tl.constexpr, INPUTS: tl.constexpr, ACTIVATION: tl.constexpr,
     TURNED: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
@@ -93,30 +120,34 @@ def run_hidden(
     Args:
         place: in front of the rows of this net, counted in rows.
     """
-    row, inside = rows
     for layer in tl.static_range(len(SIZES) - 2):
-        fan_in: tl.constexpr = SIZES[layer]
-        fan_out: tl.constexpr = SIZES[layer + 1]
-        weight_ptr = params[2 * layer] + net * (fan_in * fan_out)
-        for start in tl.range(0, fan_out, WIDTH, num_stages=1):
-            column = start + tl.arange(0, WIDTH)
-            bias = tl.load(params[2 * layer + 1] + net * fan_out + column, mask=column < fan_out, other=0)
-            total = tl.zeros([row.shape[0], WIDTH], tl.float32) + bias[None, :]
-            if layer == 0:
-                for part in tl.static_range(len(INPUTS)):
-                    total = add_product(
-                        total, inputs[part], rows, weight_ptr, column, INPUTS[part][0], INPUTS[part][1], fan_in,
-                        fan_out, NONE, TURNED, PRECISION, DEPTH, STAGES,
-                    )  # fmt: skip
-            else:
-                total = add_product(
-                    total, hidden[layer - 1] + place * fan_in, rows, weight_ptr, column, 0, fan_in, fan_in, fan_out,
-                    ACTIVATION, TURNED, PRECISION, DEPTH, STAGES,
-                )  # fmt: skip
-            at = hidden[layer] + place * fan_out + row[:, None] * fan_out + column[None, :]
-            tl.store(at, total, mask=inside[:, None] & (column < fan_out)[None, :])
-        # The next layer is read by other threads.
+        run_layer(
+            inputs, params, hidden, net, place, rows, layer, SIZES, INPUTS, ACTIVATION, TURNED, PRECISION, WIDTH,
+            DEPTH, STAGES,
+        )  # fmt: skip
+        # Other threads read what these have stored.
         tl.debug_barrier()
+
+
+@triton.jit
+def layer_gradient(
+    params, hidden, deltas, net, place, to, rows, LAYER: tl.constexpr, SIZES: tl.constexpr, ACTIVATION: tl.constexpr,
+    TURNED: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The gradient by the sums of one hidden layer, from that of the layer above."""
+    row, inside = rows
+    width: tl.constexpr = SIZES[LAYER + 1]
+    above: tl.constexpr = SIZES[LAYER + 2]
+    weight_ptr = params[2 * LAYER + 2] + net * (width * above)
+    for start in tl.range(0, width, WIDTH, num_stages=1):
+        column = start + tl.arange(0, WIDTH)
+        grad = add_transposed_product(
+            tl.zeros([row.shape[0], WIDTH], tl.float32), deltas[LAYER + 1] + to * above, rows, weight_ptr, column,
+            width, width, above, TURNED, PRECISION, DEPTH, STAGES,
+        )  # fmt: skip
+        z = load_rows(hidden[LAYER] + place * width, rows, column, width)
+        at = deltas[LAYER] + to * width + row[:, None] * width + column[None, :]
+        tl.store(at, activation_gradient(grad, z, ACTIVATION), mask=inside[:, None] & (column < width)[None, :])
 
 
 @triton.jit
@@ -129,23 +160,13 @@ def hidden_gradients(
     Args:
         place, to: in front of the rows of this net in ``hidden`` and in ``deltas``.
     """
-    row, inside = rows
-    for back in tl.static_range(len(SIZES) - 3):
-        layer: tl.constexpr = len(SIZES) - 4 - back
-        width: tl.constexpr = SIZES[layer + 1]
-        above: tl.constexpr = SIZES[layer + 2]
-        weight_ptr = params[2 * layer + 2] + net * (width * above)
+    for above in tl.static_range(len(SIZES) - 3):
         # Other threads read what these have stored.
         tl.debug_barrier()
-        for start in tl.range(0, width, WIDTH, num_stages=1):
-            column = start + tl.arange(0, WIDTH)
-            grad = add_transposed_product(
-                tl.zeros([row.shape[0], WIDTH], tl.float32), deltas[layer + 1] + to * above, rows, weight_ptr, column,
-                width, width, above, TURNED, PRECISION, DEPTH, STAGES,
-            )  # fmt: skip
-            z = load_rows(hidden[layer] + place * width, rows, column, width)
-            at = deltas[layer] + to * width + row[:, None] * width + column[None, :]
-            tl.store(at, activation_gradient(grad, z, ACTIVATION), mask=inside[:, None] & (column < width)[None, :])
+        layer_gradient(
+            params, hidden, deltas, net, place, to, rows, len(SIZES) - 4 - above, SIZES, ACTIVATION, TURNED,
+            PRECISION, WIDTH, DEPTH, STAGES,
+        )  # fmt: skip
 
 
 # --- gradients of weights ---------------------------------------------------------------------------------------------
@@ -160,7 +181,6 @@ def weight_gradient_tile(
 
     SHAPES, P: see :data:`gpubuf.kernels.perceptrons.weight_gradients`.
     """
-    nets: tl.constexpr = SHAPES[P][0]
     shared: tl.constexpr = SHAPES[P][1]
     first: tl.constexpr = SHAPES[P][2]
     width: tl.constexpr = SHAPES[P][3]
@@ -196,9 +216,8 @@ def weight_gradient_tile(
     else:
         at = (first + line)[:, None] * fan_out + column[None, :]
     tl.store(weight_ptr + at, total, mask=where)
-    if first == 0:
-        if number // across % down == 0:
-            tl.store(bias_ptr + net * fan_out + column, sums, mask=column < fan_out)
+    if (first == 0) & (number // across % down == 0):
+        tl.store(bias_ptr + net * fan_out + column, sums, mask=column < fan_out)
 
 
 @triton.jit(do_not_specialize=["n"])

@@ -10,7 +10,6 @@ import triton.language as tl
 from gpubuf.kernels import perceptrons
 from gpubuf.kernels.norms._triton import activate, activation_gradient, sigmoid
 from gpubuf.kernels.perceptrons._triton import (
-    add_product,
     add_transposed_product,
     hidden_gradients,
     load_rows,
@@ -25,7 +24,7 @@ from gpubuf.kernels.td._triton import MEAN, distance_slope, distance_value, inve
 COMBINE = tl.constexpr(SMALLEST)
 
 # Places of SCALARS.
-LOSS_QVALUE, ALPHA, LOSS_ACTOR, LOSS_ALPHA, ENTROPY, SLOPE = map(tl.constexpr, range(len(perceptrons.SCALARS)))
+SLOPE, LOSS_QVALUE, ALPHA, LOSS_ACTOR, LOSS_ALPHA, ENTROPY = map(tl.constexpr, range(len(perceptrons.SCALARS)))
 
 # --- the policy -------------------------------------------------------------------------------------------------------
 
@@ -53,7 +52,7 @@ def draw_actions(
         first: in front of the block's n rows among the ``2 n``.
     """
     row, inside = rows
-    inputs: tl.constexpr = ((0, SIZES[0]),)
+    inputs: tl.constexpr = (0, SIZES[0])
     run_hidden(
         (state_ptr,), params, hidden, 0, first, rows, SIZES, inputs, ACTIVATION, True, PRECISION, WIDTH, DEPTH, STAGES
     )
@@ -117,7 +116,7 @@ def perceptrons_sac_act_kernel(
     STAGES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Actions in the next states and, with twice as many programs, in the states. Grid: (1 or 2 times cdiv(n, BLOCK),)."""
+    """Actions in the next states and, with twice as many programs, in the states. Grid: (1 or 2 * cdiv(n, BLOCK),)."""
     blocks = (n + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     learns = program >= blocks
@@ -211,7 +210,7 @@ def perceptrons_sac_values_kernel(
     else:
         a_ptr = action_ptr
         if job >= 2 * NETS:
-            a_ptr = drawn_ptr + n * INPUTS[1][1]
+            a_ptr = drawn_ptr + n * INPUTS[3]
         value_rows(
             state_ptr, a_ptr, online, hidden, q_ptr, net, job * n, rows, SIZES, INPUTS, ACTIVATION, TURNED, PRECISION,
             WIDTH, DEPTH, STAGES,
@@ -383,11 +382,11 @@ def perceptrons_sac_value_gradients_kernel(
         )
         if job >= NETS:
             tl.debug_barrier()
-            size: tl.constexpr = INPUTS[1][1]
+            size: tl.constexpr = INPUTS[3]
             column = tl.arange(0, COLUMNS)
             of_action = add_transposed_product(
                 tl.zeros([BLOCK, COLUMNS], tl.float32), deltas[0] + to * SIZES[1], rows,
-                online[0] + net * (SIZES[0] * SIZES[1]), INPUTS[1][0] + column, INPUTS[1][0] + size, SIZES[0],
+                online[0] + net * (SIZES[0] * SIZES[1]), INPUTS[2] + column, INPUTS[2] + size, SIZES[0],
                 SIZES[1], TURNED, PRECISION, DEPTH, STAGES,
             )  # fmt: skip
             at = grad_action_ptr + net * n * size + row[:, None] * size + column[None, :]
@@ -425,7 +424,7 @@ def perceptrons_sac_action_gradients_kernel(
     COLUMNS: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Gradients of the actor's layers, from those of its actions and of their log-densities. Grid: (cdiv(n, BLOCK),)."""
+    """Gradients of the actor's layers, from those of actions and log-densities. Grid: (cdiv(n, BLOCK),)."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < n
     rows = (row, inside)
@@ -466,6 +465,4 @@ def perceptrons_sac_action_gradients_kernel(
         z = load_rows(hidden[last - 1] + n * width, rows, line, width)
         where = deltas[last - 1] + row[:, None] * width + line[None, :]
         tl.store(where, activation_gradient(grad, z, ACTIVATION), mask=inside[:, None] & (line < width)[None, :])
-    hidden_gradients(
-        online, hidden, deltas, 0, n, 0, rows, SIZES, ACTIVATION, True, PRECISION, WIDTH, DEPTH, STAGES
-    )
+    hidden_gradients(online, hidden, deltas, 0, n, 0, rows, SIZES, ACTIVATION, True, PRECISION, WIDTH, DEPTH, STAGES)

@@ -145,9 +145,14 @@ def alignments(kernel: Any, signature: dict[str, Any]) -> dict[tuple[int, ...], 
     found: dict[tuple[int, ...], list[list[Any]]] = {}
     for place, parameter in enumerate(kernel.params):
         kind = signature[parameter.name]
-        fixed = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
-        if isinstance(kind, str) and (kind[0] == "*" or kind in ("i32", "i64")) and not fixed:
+        if parameter.do_not_specialize or parameter.do_not_specialize_on_alignment:
+            continue
+        if isinstance(kind, str) and (kind[0] == "*" or kind in ("i32", "i64")):
             found[(place,)] = [["tt.divisibility", 16]]
+        # Numbers in tuples are codes of addresses, and odd.
+        for i, each in enumerate(kind if isinstance(kind, tuple) else ()):
+            if each[0] == "*":
+                found[(place, i)] = [["tt.divisibility", 16]]
     return found
 
 
