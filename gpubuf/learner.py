@@ -6,7 +6,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any, Protocol, cast
@@ -136,10 +136,17 @@ class Learner:
         if batch is None:
             batch = self.buffer.sample()
         assert batch is not None
-        losses = self._gradients(batch, policy)
+        explicit = self._known()
+        if explicit is not None and explicit.fits(batch):
+            losses = explicit.prepare(batch, policy)
+            if not self.loss.nan_named:
+                self.loss._look_for_nan(batch, losses)
+            step = explicit.step_of(self.optimizer)
+        else:
+            losses, step = self._gradients(batch, policy), None
         moving = policy or not getattr(self.loss, "delayed_targets", False)
         if isinstance(self.optimizer, AdamW):
-            self.optimizer.step(targets=moving)
+            self.optimizer.step(targets=moving, fused=step)
         else:
             self.optimizer.step()
         if self.target is not None and moving:
@@ -149,16 +156,11 @@ class Learner:
         keys = getattr(self.loss, "tensor_keys", None)
         priority = getattr(keys, "priority", "td_error")
         written = {key: batch.get(key, None) for key in (priority, priority_mask_key(priority))}
-        return losses, {key: value for key, value in written.items() if value is not None}
+        scalars = TensorDict(dict(losses), batch_size=[])
+        return scalars, {key: value for key, value in written.items() if value is not None}
 
-    def _gradients(self, batch: TensorDictBase, policy: bool) -> TensorDict:
-        """Set the gradients; the losses."""
-        explicit = self._known()
-        if explicit is not None and explicit.fits(batch):
-            losses: Mapping[str, Tensor] = explicit(batch, policy)
-            if not self.loss.nan_named:
-                self.loss._look_for_nan(batch, losses)
-            return TensorDict(dict(losses), batch_size=[])
+    def _gradients(self, batch: TensorDictBase, policy: bool) -> dict[str, Tensor]:
+        """Set the gradients by autograd; the losses."""
         found = self.loss(batch) if policy else self.loss.critic_losses(batch)
         losses = {name: value for name, value in found.items() if value.ndim == 0 or name.startswith("loss")}
         parts = [value for name, value in losses.items() if name.startswith("loss_")]
@@ -170,7 +172,7 @@ class Learner:
         # By this thread: another one, which PyTorch has for each GPU, waits for Python at every function of ours.
         with torch.autograd.set_multithreading_enabled(False):
             sum(minimised[1:], minimised[0]).backward()
-        return TensorDict({name: value.detach() for name, value in losses.items()}, batch_size=[])
+        return {name: value.detach() for name, value in losses.items()}
 
     def _known(self) -> Update | None:
         """The update that is written out, if there is one for the loss as it is."""

@@ -35,6 +35,7 @@ from gpubuf.objectives.batch import LOSS_FUNCTIONS, REDUCTIONS, next_state, redu
 from gpubuf.objectives.networks import BatchedCritics, StackedCritics
 from gpubuf.objectives.sac import SACLoss
 from gpubuf.objectives.td3 import TD3Loss
+from gpubuf.optim.adamw import Fused
 
 # The formulas of the operations, without their checks and conversions.
 _sample, _sample_backward = unwrap(density.sample), unwrap(density.sample_backward)
@@ -434,7 +435,10 @@ class Update(abc.ABC):
             critics += width if key in self._of_critics else 0
         return (actor, critics, size) == (self.actor.inputs, self.critics.inputs, self.size)
 
-    @torch.no_grad()
+    def step_of(self, optimizer: Any) -> Fused | None:
+        """After :meth:`prepare`: what makes the optimiser's step. None: it steps itself, by gradients that are set."""
+        return None
+
     def __call__(self, batch: TensorDictBase, policy: bool = True) -> dict[str, Tensor]:
         """Set the gradients of all parameters that learn from the batch, and write its priorities into it.
 
@@ -445,6 +449,13 @@ class Update(abc.ABC):
         Returns:
             The losses, and the scalars of the loss.
         """
+        losses = self.prepare(batch, policy)
+        self.step_of(None)
+        return losses
+
+    @torch.no_grad()
+    def prepare(self, batch: TensorDictBase, policy: bool) -> dict[str, Tensor]:
+        """The call, but for gradients that :meth:`step_of` may make unnecessary."""
         idle = [] if policy else [parameter for parameter, _ in self.actor.gradients]
         for parameter in (*self._rest, *idle):
             parameter.grad = None

@@ -21,6 +21,7 @@ from gpubuf.objectives.batch import next_state
 from gpubuf.objectives.explicit import Perceptrons, SACUpdate, UnknownError, Update
 from gpubuf.objectives.sac import SACLoss
 from gpubuf.objectives.values import TD0Estimator
+from gpubuf.optim.adamw import AdamW, Fused
 
 
 def allows_tf32() -> bool:
@@ -171,7 +172,7 @@ class FusedSACUpdate(SACUpdate):
         weight, _ = self._weighting(batch, rows, target=True)
         returns = [None if each is None else dense(each) for each in loss.bootstrap_rows(batch, rows)]
         reward, terminated, steps = returns
-        noise = torch.randn_like(memory.drawn)
+        noise = torch.randn_like(memory.drawn[: n * (1 + policy)])
         error, scalars = state.new_empty(n), state.new_empty(len(perceptrons.SCALARS))
         head = RELU, self._gaussian.shift, self._gaussian.scale_lb
         perceptrons.sac_act(
@@ -200,18 +201,39 @@ class FusedSACUpdate(SACUpdate):
             inputs = [state, action, *of_critics.inputs, state]
             products = of_critics + of_actor
         products = products._replace(inputs=[*inputs, *(of_actor if policy else of_critics).inputs])
-        perceptrons.weight_gradients(state, *products, RELU, precision)
-        self.critics.set_gradients()
         found = dict(zip(perceptrons.SCALARS, scalars.unbind(), strict=True))
-        slope = found.pop("slope")
-        if policy:
-            self.actor.set_gradients()
-            if loss.log_alpha.requires_grad:
-                loss.log_alpha.grad = slope.reshape(log_alpha.shape)
-        else:
+        slope = found.pop("slope").reshape(log_alpha.shape)
+        if not policy:
             found = {name: found[name] for name in ("loss_qvalue", "alpha")}
+        learns = policy and loss.log_alpha.requires_grad
+        self._pending = state, products, slope if learns else None, policy, precision
         loss._set_priority(batch, batch, error)
         return found
+
+    def step_of(self, optimizer: Any) -> Fused | None:
+        state, products, slope, policy, precision = self._pending
+        del self._pending
+        nets = [self.critics, self.actor] if policy else [self.critics]
+        numbers = [] if slope is None else [self.loss.log_alpha]
+        own = [parameter for net in nets for parameter, _ in net.gradients]
+        places = optimizer.places_of([*own, *numbers]) if isinstance(optimizer, AdamW) else None
+        if places is None:
+            perceptrons.weight_gradients(state, *products, RELU, precision)
+            for net in nets:
+                net.set_gradients()
+            for number in numbers:
+                number.grad = slope
+            return None
+        for parameter in (*own, *numbers):
+            parameter.grad = None
+        of_own = dict(zip(map(id, [gradient for net in nets for _, gradient in net.gradients]), places, strict=False))
+        layers = [of_own[id(each)] for pair in zip(products.weights, products.biases, strict=True) for each in pair]
+        given = (*products[:2], slope, products.shapes, [*layers, *places[len(own) :]], RELU, precision)
+
+        def step(table: Tensor, hyper: Tensor, averages: bool, *state_of: Any) -> None:
+            perceptrons.step(table, state, *given, hyper, averages, *state_of)
+
+        return step
 
 
 FUSED: dict[type, type[Update]] = {SACLoss: FusedSACUpdate}

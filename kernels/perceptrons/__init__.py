@@ -146,3 +146,22 @@ Args:
     grads: float32 ``[N, n, outputs]``.
     weights, biases: float32, out.
 """
+
+step = define(
+    "perceptrons_step(Tensor table, Tensor first, Tensor[] inputs, Tensor[] grads, Tensor? slope, int[] shapes,"
+    " int[] places, int activation, int precision, Tensor hyper, bool averages, Tensor(a!) steps, Tensor(b!) ticket,"
+    " Tensor(c!)[] params, Tensor(d!)[] moments, Tensor(e!)[] targets) -> ()",
+    __name__,
+    fake=_none,
+)
+"""The step of :data:`gpubuf.kernels.optim.adamw` by the gradients that :data:`weight_gradients` would store.
+
+Args:
+    table, hyper, steps, ticket, params, moments, targets: of the optimiser's only bucket, whose gradients are not
+        clipped, whose rows are free, and whose addresses are multiples of 16.
+    first, inputs, grads, shapes: as of :data:`weight_gradients`.
+    slope: gradient of one more parameter, which is a number, or None.
+    places: the entries of weight and bias of each product, and then that of the number. Others stay as they are, and so
+        do their targets.
+    averages: whether targets move.
+"""

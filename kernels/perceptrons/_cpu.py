@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from gpubuf.kernels.norms import SILU
+from gpubuf.kernels.optim._cpu import adamw
 from gpubuf.kernels.perceptrons import BF16, SHAPE
 from gpubuf.kernels.sac import _cpu as entropies
 from gpubuf.kernels.tanh_normal import _cpu as density
@@ -153,3 +154,17 @@ def weight_gradients(
         into[:, start : start + width] = _product(x.mT, grad, precision)
         if start == 0:
             bias.view(nets, fan_out).copy_(grad.sum(1))
+
+
+def step(
+    table: Tensor, first: Tensor, inputs: Sequence[Tensor], grads: Sequence[Tensor], slope: Tensor | None,
+    shapes: Sequence[int], places: Sequence[int], activation: int, precision: int, hyper: Tensor, averages: bool,
+    steps: Tensor, ticket: Tensor, params: Sequence[Tensor], moments: Sequence[Tensor], targets: Sequence[Tensor],
+) -> None:  # fmt: skip
+    found = {place: torch.empty_like(params[place]) for place in places}
+    weights, biases = ([found[place] for place in places[i : len(grads) * 2 : 2]] for i in (0, 1))
+    weight_gradients(first, inputs, grads, weights, biases, shapes, activation, precision)
+    if slope is not None:
+        found[places[-1]] = slope.view_as(params[places[-1]])
+    given, moving = zip(*((found.get(place), averages and place in found) for place in range(len(params))), strict=True)
+    adamw(table, table, hyper, given, moving, None, steps, ticket, params, moments, targets, True, False)

@@ -20,7 +20,7 @@ _PRECISIONS |= {IEEE: "ieee", BF16: "bf16"}
 SUMS = 256
 """Rows that the sums of losses take at a time."""
 
-WARPS: dict[str, Any] = {"num_warps": 8, "maxnreg": all_registers(8)}
+WARPS: dict[str, Any] = {"num_warps": 4, "maxnreg": all_registers(4)}
 """Of every program."""
 
 
@@ -34,8 +34,10 @@ def _tiles(n: int, widths: Sequence[int], precision: int) -> dict[str, Any]:
 
     Three products of TF32 take thrice the registers.
     """
-    block = 16 if n <= 1024 else 32 if n <= 4096 or precision in (IEEE, TF32X3) else 64
-    tiles = {"BLOCK": block, "WIDTH": min(128, max(map(_power, widths))), "DEPTH": 32, "STAGES": 3}
+    thrice = precision in (IEEE, TF32X3)
+    block = 16 if n <= 1024 else 32 if n <= 4096 or thrice else 64
+    width = min(64 if thrice or block > 16 else 128, max(map(_power, widths)))
+    tiles = {"BLOCK": block, "WIDTH": width, "DEPTH": 32, "STAGES": 3}
     return {"PRECISION": _PRECISIONS[precision], **tiles}
 
 
@@ -118,17 +120,36 @@ def sac_action_gradients(
     launch(kernels.perceptrons_sac_action_gradients_kernel, cdiv(n, tiles["BLOCK"]), *arguments, **WARPS, **how)
 
 
+def _products(shapes: Sequence[int], places: Sequence[int], activation: int, precision: int) -> dict[str, Any]:
+    """Constants of products of weights' gradients."""
+    products = tuple(zip(*[iter(shapes)] * SHAPE, strict=True))
+    tile, begins = {"WIDTH": 64, "HEIGHT": 32, "DEPTH": 32, "STAGES": 3}, [0]
+    for nets, _, _, width, _, fan_out, *_ in products:
+        begins.append(begins[-1] + nets * cdiv(width, tile["HEIGHT"]) * cdiv(fan_out, tile["WIDTH"]))
+    of_tiles = {"PRECISION": _PRECISIONS[precision], **tile}
+    return {"SHAPES": products, "FIRST": (*begins,), "PLACES": (*places,), "ACTIVATION": activation, **of_tiles}
+
+
 def weight_gradients(
     first: Tensor, inputs: Sequence[Tensor], grads: Sequence[Tensor], weights: Sequence[Tensor],
     biases: Sequence[Tensor], shapes: Sequence[int], activation: int, precision: int,
 ) -> None:  # fmt: skip
-    products = tuple(zip(*[iter(shapes)] * SHAPE, strict=True))
-    tile, begins = 64, [0]
-    for nets, _, _, width, _, fan_out, *_ in products:
-        begins.append(begins[-1] + nets * cdiv(width, tile) * cdiv(fan_out, tile))
-    how: dict[str, Any] = {
-        "SHAPES": products, "FIRST": tuple(begins), "ACTIVATION": activation, "PRECISION": _PRECISIONS[precision],
-        "WIDTH": tile, "HEIGHT": tile, "DEPTH": 32, "STAGES": 3,
-    }  # fmt: skip
+    how = _products(shapes, [0] * 2 * len(inputs), activation, precision)
     tensors = (tuple(inputs), tuple(grads), tuple(weights), tuple(biases))
-    launch(layers.perceptrons_weight_gradients_kernel, begins[-1], *tensors, len(first), **WARPS, **how)
+    launch(layers.perceptrons_weight_gradients_kernel, how["FIRST"][-1], *tensors, len(first), **WARPS, **how)
+
+
+def step(
+    table: Tensor, first: Tensor, inputs: Sequence[Tensor], grads: Sequence[Tensor], slope: Tensor | None,
+    shapes: Sequence[int], places: Sequence[int], activation: int, precision: int, hyper: Tensor, averages: bool,
+    steps: Tensor, ticket: Tensor, params: Sequence[Tensor], moments: Sequence[Tensor], targets: Sequence[Tensor],
+) -> None:  # fmt: skip
+    how = _products(shapes, places, activation, precision)
+    count, has_number = 2 * len(inputs), slope is not None
+    weights, biases = (tuple(params[place] for place in places[i:count:2]) for i in (0, 1))
+    number = (params[places[-1]], slope) if has_number else (steps, steps)
+    arguments = (tuple(inputs), tuple(grads), weights, biases, *number, table, hyper, steps, ticket, len(first))
+    order = {name: how.pop(name) for name in ("SHAPES", "FIRST", "PLACES")}
+    flags = {"AVERAGES": averages, "HAS_NUMBER": has_number}
+    programs = order["FIRST"][-1] + has_number
+    launch(layers.perceptrons_step_kernel, programs, *arguments, **WARPS, **order, **flags, **how)

@@ -14,6 +14,20 @@ import triton.language as tl
 
 from gpubuf.kernels import norms
 from gpubuf.kernels.norms._triton import activate, activation_gradient
+from gpubuf.kernels.optim._triton import (
+    ENTRY,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    GROUP,
+    HYPER,
+    MAX_ENTRIES,
+    TARGET,
+    average_tile,
+    load_rule,
+    pointer,
+    update_by,
+)
+from gpubuf.kernels.philox._triton import is_last, take_ticket
 
 NONE = tl.constexpr(norms.NONE)
 
@@ -173,8 +187,29 @@ def hidden_gradients(
 
 
 @triton.jit
+def settle(grad, to, at, inside, optimiser, PLACE: tl.constexpr, AVERAGES: tl.constexpr):
+    """Store gradients; or make the step of entry PLACE, of an optimiser (table_ptr, hyper_ptr, all steps so far)."""
+    if optimiser is None:
+        tl.store(to + at, grad, mask=inside)
+    else:
+        table_ptr, hyper_ptr, steps = optimiser
+        entry_ptr = table_ptr + PLACE * ENTRY
+        step = tl.sum(tl.where(tl.arange(0, steps.shape[0]) == PLACE, steps, 0.0), 0).to(tl.float64) + 1.0
+        rule = load_rule(hyper_ptr + tl.load(entry_ptr + GROUP) * HYPER, None, step, tl.float32, False)
+        m_ptr = pointer(tl.load(entry_ptr + EXP_AVG), tl.float32, True)
+        v_ptr = pointer(tl.load(entry_ptr + EXP_AVG_SQ), tl.float32, True)
+        p = update_by(grad, to + at, m_ptr + at, v_ptr + at, inside, rule, tl.float32, tl.float32)
+        if AVERAGES:
+            target_address = tl.load(entry_ptr + TARGET)
+            if target_address != 0:
+                target_ptr = pointer(target_address, tl.float32, True)
+                average_tile(target_ptr + at, p, inside, rule[8], tl.float32, tl.float32)
+
+
+@triton.jit
 def weight_gradient_tile(
-    x_ptr, grad_ptr, weight_ptr, bias_ptr, number, n, SHAPES: tl.constexpr, P: tl.constexpr, ACTIVATION: tl.constexpr,
+    x_ptr, grad_ptr, weight_ptr, bias_ptr, optimiser, number, n, PLACES: tl.constexpr, AVERAGES: tl.constexpr,
+    SHAPES: tl.constexpr, P: tl.constexpr, ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``activation(x)^T grad``, and the sums of grad's columns beside those of the first inputs.
@@ -210,14 +245,13 @@ def weight_gradient_tile(
         total = multiply(x, grad, total, PRECISION)
         sums += tl.sum(grad, 0)
     where = (line < width)[:, None] & (column < fan_out)[None, :]
-    weight_ptr += net * (fan_in * fan_out)
     if turned:
-        at = column[None, :] * fan_in + (first + line)[:, None]
+        at = net * (fan_in * fan_out) + column[None, :] * fan_in + (first + line)[:, None]
     else:
-        at = (first + line)[:, None] * fan_out + column[None, :]
-    tl.store(weight_ptr + at, total, mask=where)
+        at = net * (fan_in * fan_out) + (first + line)[:, None] * fan_out + column[None, :]
+    settle(total, weight_ptr, at, where, optimiser, PLACES[2 * P], AVERAGES)
     if (first == 0) & (number // across % down == 0):
-        tl.store(bias_ptr + net * fan_out + column, sums, mask=column < fan_out)
+        settle(sums, bias_ptr, net * fan_out + column, column < fan_out, optimiser, PLACES[2 * P + 1], AVERAGES)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -229,6 +263,7 @@ def perceptrons_weight_gradients_kernel(
     n,
     SHAPES: tl.constexpr,
     FIRST: tl.constexpr,
+    PLACES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -241,6 +276,58 @@ def perceptrons_weight_gradients_kernel(
     for p in tl.static_range(len(SHAPES)):
         if (program >= FIRST[p]) & (program < FIRST[p + 1]):
             weight_gradient_tile(
-                inputs[p], grads[p], weights[p], biases[p], program - FIRST[p], n, SHAPES, p,
+                inputs[p], grads[p], weights[p], biases[p], None, program - FIRST[p], n, PLACES, False, SHAPES, p,
                 ACTIVATION if SHAPES[p][7] else NONE, PRECISION, WIDTH, HEIGHT, DEPTH, STAGES,
             )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n"])
+def perceptrons_step_kernel(
+    inputs,  # tuple of float32 [nets or 1, n, width]
+    grads,  # tuple of float32 [nets, n, fan_out]
+    weights,  # tuple of float32 [nets, fan_in, fan_out] or turned, updated
+    biases,  # tuple of float32 [nets, fan_out], updated
+    number_ptr,  # float32 [1], updated where HAS_NUMBER
+    slope_ptr,  # float32 [1], its gradient, read where HAS_NUMBER
+    table_ptr,  # int64 [E, 9], see gpubuf.kernels.optim
+    hyper_ptr,  # float64 [G, 9]
+    steps_ptr,  # float32 [E], advanced
+    ticket_ptr,  # int64 [1], zero before and afterwards
+    n,
+    SHAPES: tl.constexpr,
+    FIRST: tl.constexpr,
+    PLACES: tl.constexpr,
+    AVERAGES: tl.constexpr,
+    HAS_NUMBER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The step of AdamW by gradients that are never stored, and averaged targets.
+
+    Grid: (FIRST[-1] + HAS_NUMBER,). PLACES are the entries of weight and bias of each product, and then the number's.
+    """
+    program = tl.program_id(0)
+    lane = tl.arange(0, MAX_ENTRIES)
+    counts = lane < 0
+    for i in tl.static_range(len(PLACES)):
+        counts = counts | (lane == PLACES[i])
+    steps = tl.load(steps_ptr + lane, mask=counts, other=0)
+    ticket = take_ticket(ticket_ptr)
+    optimiser = (table_ptr, hyper_ptr, steps)
+    for p in tl.static_range(len(SHAPES)):
+        if (program >= FIRST[p]) & (program < FIRST[p + 1]):
+            weight_gradient_tile(
+                inputs[p], grads[p], weights[p], biases[p], optimiser, program - FIRST[p], n, PLACES, AVERAGES, SHAPES,
+                p, ACTIVATION if SHAPES[p][7] else NONE, PRECISION, WIDTH, HEIGHT, DEPTH, STAGES,
+            )  # fmt: skip
+    if HAS_NUMBER:  # noqa: SIM102  compiled only then
+        if program == tl.num_programs(0) - 1:
+            slope = tl.load(slope_ptr + lane * 0)
+            settle(slope, number_ptr, lane * 0, lane == 0, optimiser, PLACES[2 * len(SHAPES)], AVERAGES)
+    last = is_last(ticket_ptr, ticket)
+    if tl.sum(last.to(tl.int32), 0) > 0:
+        tl.store(steps_ptr + lane, steps + 1, mask=counts)

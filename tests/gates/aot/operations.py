@@ -247,6 +247,18 @@ def run_perceptrons(record: Recorder) -> None:
         some = [q] * len(layers)
         shapes = [int(number) for layer in layers for number in layer]
         record.run(perceptrons.weight_gradients, state, some, some, some, some, shapes, activation, precision)
+        places, params = [*range(2 * len(layers))], [q] * (2 * len(layers) + 1)
+        given = (
+            floats(),
+            shapes,
+            [*places, len(places)],
+            activation,
+            precision,
+            floats(1, optim.HYPER, dtype=F64),
+            True,
+        )
+        bucket = (floats(len(params)), ints(1), params, params, params)
+        record.run(perceptrons.step, ints(len(params), optim.ENTRY), state, some, some, *given, *bucket)
 
     for precision in (perceptrons.TF32X3, perceptrons.IEEE, perceptrons.TF32, perceptrons.BF16):
         update(256, 17, 6, (256, 256), precision, False)
