@@ -3,8 +3,8 @@
 On the device a launch takes ``launch + trips + max(bytes, instructions)``:
 
 * all trips but one find what they look for in a cache; one goes to where rows lie;
-* bytes are those that threads ask for. A multiprocessor gets no more than its share of the bandwidth, also where the
-  others ask for nothing;
+* bytes are those that warps ask for: a number that all threads of a warp read comes once. A multiprocessor gets no
+  more than its share of the bandwidth, also where the others ask for nothing;
 * instructions are issued by the multiprocessors side by side, of which none is done before its program that has most.
   A multiprocessor with few warps waits for each instruction of a warp before the next.
 
@@ -53,9 +53,12 @@ FULL, ALONE = 2.5, 0.25
 """Warp instructions a cycle of a multiprocessor: the most, and for each warp that is there."""
 
 
-def on_device(launches: Sequence[Mapping[str, Any]], caches: Caches) -> float:
-    """Microseconds of a call in a graph, of whose launches ``tests.gates.ptx.counts`` tells what they execute."""
-    total = 0.0
+def on_device(launches: Sequence[Mapping[str, Any]], caches: Caches, others: int = 0) -> float:
+    """Microseconds of a call in a graph, of whose launches ``tests.gates.ptx.counts`` tells what they execute.
+
+    ``others`` are kernels of PyTorch, each of a few numbers: it takes one trip.
+    """
+    total = others * (LAUNCH + caches.memory)
     for launch in launches:
         trips = max(launch["trips"] - 1, 0) * caches.cache + caches.memory * (launch["trips"] > 0)
         warps = -(-launch["programs"] // PROCESSORS) * launch["warps"]

@@ -245,10 +245,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             machine["copy_bytes_per_second"] = round(copy_bandwidth("cuda"))
         write_results("calls", timed(options.device, stored), machine, options.out)
         return
-    launches = counted_in_subprocess()
-    for each in launches:
+    found = {"launches": counted_in_subprocess(), "windows": counted_in_subprocess("--windows")}
+    for each in itertools.chain(*found.values()):
         print(f"{each['total']:3} {each['call']}: {', '.join(each['kernels'])}")
-    write_results("kernels", {"launches": launches}, machine, options.out)
+    write_results("kernels", found, machine, options.out)
 
 
 if __name__ == "__main__":

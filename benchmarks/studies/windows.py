@@ -2,7 +2,7 @@
 
 Every library is measured in its own environment, with gpubuf's windows beside it: the same rows, bytes that are held,
 and the median microseconds of batches in turn. All batches are checked before. One thread, on a CPU. What gpubuf's
-batches launch on a GPU, and the bytes that these move, are counted without one.
+batches launch on a GPU is counted by :mod:`benchmarks.studies.kernels`, as what a world model's update launches.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 
 from benchmarks.measure.elsewhere import by_part
 from benchmarks.measure.in_turn import Contender, in_turn
@@ -23,11 +24,15 @@ from benchmarks.measure.machine import describe, versions
 from benchmarks.measure.results import write_results
 from benchmarks.measure.steady import probe_of
 from benchmarks.peers.libraries import UnavailableError
-from benchmarks.studies.kernels import counted_in_subprocess
-from benchmarks.workloads.windows import OURS, WORKLOADS, check, held
+from benchmarks.workloads.windows import OURS, SEQUENCE, WORKLOADS, Episodes, check, held
+from gpubuf import OnlineFirst, RandomSampler
+from gpubuf.data import LazyTensorStorage, TensorDictReplayBuffer, Window
+from gpubuf.data.samplers.base import Sampler
 
 #: Rows where launches are counted: those don't depend on it.
 COUNTED = 2_000
+#: Sequences of a world model's batch, and its recurrent state and classes as a DreamerV3 of the smallest size has them.
+SEQUENCES, STATE = 16, {"deter": (512,), "stoch": (32, 32)}
 #: What is measured in a process of its own: a workload, and the environment of a peer.
 PARTS = {f"{name} {peer or OURS}": (name, peer) for name, entry in WORKLOADS.items() for peer in entry.others}
 
@@ -38,6 +43,39 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
         filled = entry.ours(entry.data(COUNTED))
         for n in entry.batches:
             yield f"{entry.title}, {n}", functools.partial(filled.sample, n)
+    said = " and ".join("x".join(map(str, shape)) for shape in STATE.values())
+    for dtype, sampler, name in (
+        (torch.float32, RandomSampler(), "float32"),
+        (torch.bfloat16, RandomSampler(), "bfloat16"),
+        (torch.float32, OnlineFirst(RandomSampler(), every=SEQUENCE), "float32, new steps first"),
+    ):
+        yield f"such sequences, and states of {said} written back, {name}, {SEQUENCES}", world_model(dtype, sampler)
+
+
+def world_model(dtype: torch.dtype, sampler: Sampler) -> Callable[[], None]:
+    """What a world model's update asks of a buffer: sequences with the state where each begins, and new states back."""
+    data = Episodes(COUNTED, WORKLOADS["sequences"].data(1).frames.shape[1:])
+    # The drawn row is the last of its sequence.
+    sequence = functools.partial(Window, 1 - SEQUENCE, outside="cross")
+    windows: dict[Any, Window] = {
+        "pixels": sequence(0, is_first="is_first", rows="rows"),
+        **{("next", key): sequence(0) for key in ("reward", "done")},
+        **{key: sequence(1 - SEQUENCE) for key in STATE},
+    }
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(data.rows), sampler=sampler, windows=windows, batch_size=SEQUENCES
+    )
+    for rows in data.writes():
+        rows.update({key: torch.zeros(*rows.shape, *shape, dtype=dtype) for key, shape in STATE.items()})
+        buffer.extend(rows)
+    lead = (SEQUENCES, SEQUENCE)
+    new = TensorDict({key: torch.ones(*lead, *shape, dtype=dtype) for key, shape in STATE.items()}, lead)
+
+    def update() -> None:
+        rows = buffer.sample()["rows"]
+        buffer.update_if_present(rows["index"], new, generation=rows["index_generation"])
+
+    return update
 
 
 def measured(part: str, rows: int, rounds: int) -> dict[str, dict[str, Any]]:
@@ -62,7 +100,7 @@ def measured(part: str, rows: int, rounds: int) -> dict[str, dict[str, Any]]:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """Measure every part in its peer's environment, count launches, and write one file of results."""
+    """Measure every part in its peer's environment, and write one file of results."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.studies.windows", description=__doc__.partition("\n")[0]
     )
@@ -81,8 +119,7 @@ def main(given: Sequence[str] | None = None) -> None:
     machine, asked = describe("cpu"), {part: PARTS[part][1] or OURS for part in options.parts}
     words = ("--rows", str(options.rows), "--rounds", str(options.rounds))
     parts = by_part("benchmarks.studies.windows", asked, machine, *words)
-    results = {"rows": options.rows, "parts": parts, "launches": counted_in_subprocess("--windows")}
-    write_results("windows", results, machine, options.out)
+    write_results("windows", {"rows": options.rows, "parts": parts}, machine, options.out)
 
 
 if __name__ == "__main__":

@@ -260,12 +260,14 @@ class Field:
         aligned = self.device_rows | self.row_bytes | self.host_rows | self.row_stride
         if self.kind == NEXT:
             aligned |= self.entries | self.pending | self.side_stride
-        batch_bytes = self.row_bytes if self.batch == OPAQUE else self.elements * DTYPES[self.batch].itemsize
-        batch_bytes *= self.window
-        copied = int(not (self._is_computed or self.pad))
-        values += [copied, aligned, batch_bytes, int(self.stored == self.written and not self.has_codec)]
-        values.append(int(self._is_simple))
-        return values + [0] * (FIELD - len(values))
+        item = self.row_bytes // max(self.elements, 1) if self.batch == OPAQUE else DTYPES[self.batch].itemsize
+        slot = self.row_bytes if self.batch == OPAQUE else self.elements * item
+        unit = min((aligned | 16) & -(aligned | 16), 16).bit_length() - 1
+        copied = not (self._is_computed or self.pad)
+        lane = unit if copied else max(item, 1).bit_length() - 1
+        values += [copied, unit, slot * self.window, self.stored == self.written and not self.has_codec]
+        values += [self._is_simple, lane, slot >> lane]
+        return [*map(int, values), *[0] * (FIELD - len(values))]
 
     @property
     def has_codec(self) -> bool:
@@ -310,10 +312,11 @@ SCALE, CODEC_OFFSET, MEAN, FACTOR, LOW, HIGH, PAD, HEIGHT, WIDTH, PAIR = range(1
 ENTRIES, PENDING, SIDE_STRIDE, WRITES = range(20, 24)
 WINDOW, FIRST, STEP, OUTSIDE = range(24, 28)
 
-# Places of what follows from these: whether batches are copied as bytes; all addresses and sizes that must be aligned
-# for wide copies, in one number; bytes of a row of the batch; whether writes are copied as bytes; and whether batches
-# are made by the CPU's compiled kernels.
-COPIED, ALIGNED, BATCH_BYTES, WRITTEN_AS_STORED, SIMPLE = range(28, 33)
+# Places of what follows from these: whether batches are copied as bytes; the widest element that divides all addresses
+# and sizes of the column, as the binary logarithm of its bytes; bytes of a row of the batch; whether writes are copied
+# as bytes; whether batches are made by the CPU's compiled kernels; and the elements that a GPU makes a slot of, their
+# bytes as a logarithm too, and their number.
+COPIED, UNIT, BATCH_BYTES, WRITTEN_AS_STORED, SIMPLE, LANE, WORDS = range(28, 35)
 
 
 def float_bits(value: float) -> int:

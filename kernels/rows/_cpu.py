@@ -80,7 +80,7 @@ class _Field(Field):
     batch: int = OPAQUE
     elements: int = 0
     copied: int = 1
-    aligned: int = 0
+    unit: int = 0
     batch_bytes: int = 0
     written_as_stored: int = 1
     simple: int = 1

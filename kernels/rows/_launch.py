@@ -34,6 +34,7 @@ from gpubuf.kernels.rows._triton_write import (
     rows_assign_kernel,
     rows_compare_kernel,
     rows_extend_kernel,
+    rows_winners_kernel,
     rows_write_kernel,
 )
 
@@ -46,6 +47,10 @@ MAX_ROW_BYTES = 2**30
 MAX_COPYING = 8192
 """Most copying programs of a launch: four times as many as an H200 holds at a time, so that they end evenly."""
 
+SPREAD, MAX_DOUBLINGS = 132, 3
+"""Programs of a computed batch of long rows that are left when tiles are doubled, one for each multiprocessor of an
+H200; and how often they are doubled at most: to eight elements for each thread."""
+
 WIDE_KEY = 256
 """Average bytes of a key's row from which elements of 16 bytes are the better guess."""
 
@@ -55,6 +60,10 @@ their way; a program that looks for its next tile has none. More programs would 
 
 COMPARED_COLUMNS = 32
 """Elements of a row that are compared at a time: few rows per program, so that small writes have several programs."""
+
+MAX_COMPARED = 8192
+"""Entries of a write that are compared with all later ones, to find the last for each row. More are sorted, by PyTorch:
+that takes a dozen launches, and less time than so many comparisons."""
 
 ASSIGNED = 1024
 """Candidates that the one program which gives entries takes at a time: each time costs a trip to memory and back."""
@@ -80,6 +89,15 @@ def batch_tile(n_bytes: int, device: torch.device, one_each: bool = False) -> tu
 def padded_keys(n_keys: int) -> int:
     """Size of the search over keys: a power of two, at least a warp, so that few variants are compiled."""
     return max(32, ceil_power(n_keys))
+
+
+def doublings(n_keys: int, n: int, n_bytes: int, tile: int) -> int:
+    """How often tiles of long rows are doubled, so that a program that has looked its rows up copies more of them.
+
+    As often as leaves :data:`SPREAD` programs busy, and not for keys that are narrow on average.
+    """
+    spread = n_bytes // (16 * tile * SPREAD) if n_bytes >= WIDE_KEY * n * n_keys else 1
+    return min(max(spread.bit_length() - 1, 0), MAX_DOUBLINGS)
 
 
 def copying_programs(n_keys: int, n: int, n_bytes: int, tile: int, on_host: float = 0.0) -> int:
@@ -186,7 +204,7 @@ def prepared_read(
         ValueError: a row has more than ``MAX_ROW_BYTES`` bytes.
     """
     flags: dict[str, int] = {} if law is None else {"LAW": law}
-    registers = None
+    registers, doubled = None, 0
     if computed is None:
         kernel = rows_gather_kernel if law is None else rows_sample_kernel
         tile, num_warps = copy_tile(arena_bytes, device)
@@ -195,17 +213,17 @@ def prepared_read(
     else:
         has_ends, has_links, has_noise, envs, n_steps, gamma, draws, past, windows = computed
         kernel = rows_compute_kernel
-        demanding = has_links or has_noise or windows
-        tile, num_warps = batch_tile(arena_bytes, device, demanding)
+        tile, num_warps = batch_tile(arena_bytes, device, has_links or has_noise or windows)
         # Unless it is told that they are there, a compiler of today spills some for more programs side by side.
-        registers = all_registers(num_warps) if demanding else None
-        numbers = (n_keys, n, capacity // envs, envs, n_steps, float_bits(gamma), draws, past)
+        registers = all_registers(num_warps)
+        doubled = doublings(n_keys, n, arena_bytes, tile) if n else 0
+        numbers = (n_keys, n, capacity // envs, envs, n_steps, float_bits(gamma), draws, past, doubled)
         flags = {"HAS_ENDS": has_ends, "HAS_LINKS": has_links, "HAS_NOISE": has_noise, "SAMPLE": law is not None}
         flags |= {"HAS_WINDOWS": windows, "LAW": law or UNIFORM}
     if n:
         check_row_bytes(arena_bytes, n)
     row_programs = cdiv(n, tile)
-    programs = row_programs + copying_programs(n_keys, n, arena_bytes, tile, on_host)
+    programs = row_programs + copying_programs(n_keys, n, arena_bytes, tile << doubled, on_host)
     constants = {**flags, "KEYS": padded_keys(n_keys), "TILE": tile, "ALIGNMENT": ALIGNMENT}
     return Launch(variant_of(kernel, num_warps, registers, constants), programs, (*numbers, row_programs))
 
@@ -318,26 +336,28 @@ class PreparedExtend:
         return index
 
 
-def last_of_duplicates(index: Tensor, capacity: int) -> Tensor:
-    """bool ``[n]``: whether no later entry names the same row. Sorts, since results may not depend on scheduling."""
-    position = torch.where(index < 0, index + capacity, index)
-    ordered, order = position.sort(stable=True)
-    last = torch.ones_like(ordered, dtype=torch.bool)
-    torch.ne(ordered[1:], ordered[:-1], out=last[:-1])
-    return torch.empty_like(last).scatter_(0, order, last)
-
-
-def winners(index: Tensor, capacity: int, ring: Tensor, generation: Tensor | None) -> Tensor:
-    """bool ``[n]``: the entries of ``index`` that a write takes.
+def winners(index: Tensor, capacity: int, ring: Tensor, generation: Tensor | None = None) -> Tensor:
+    """bool ``[n]``: the entries of ``index`` that a write takes, by one launch of up to :data:`MAX_COMPARED`.
 
     No later one names the same row. Given ``generation``, only those compete whose row has that generation still.
     """
-    if generation is None:
-        return last_of_duplicates(index, capacity)
+    n = index.numel()
+    if n <= MAX_COMPARED:
+        winner = torch.empty_like(index, dtype=torch.bool)
+        tensors = (ring, index, ring if generation is None else generation, winner)
+        blocks = {"HAS_GENERATION": generation is not None, "BLOCK_ROWS": 8, "BLOCK_OTHERS": 512}
+        launch(rows_winners_kernel, cdiv(n, 8), *tensors, n, capacity, **blocks, num_warps=4)
+        return winner
     position = torch.where(index < 0, index + capacity, index)
-    current = (ring[WRITTEN] - position + (capacity - 1)).div(capacity, rounding_mode="floor")
-    fresh = generation == current
-    return last_of_duplicates(torch.where(fresh, position, capacity), capacity).logical_and_(fresh)
+    fresh = None
+    if generation is not None:
+        fresh = (ring[WRITTEN] - position + (capacity - 1)).div(capacity, rounding_mode="floor") == generation
+        position = torch.where(fresh, position, capacity)
+    ordered, order = position.sort(stable=True)
+    last = torch.ones_like(ordered, dtype=torch.bool)
+    torch.ne(ordered[1:], ordered[:-1], out=last[:-1])
+    winner = torch.empty_like(last).scatter_(0, order, last)
+    return winner if fresh is None else winner.logical_and_(fresh)
 
 
 def write(
@@ -371,7 +391,7 @@ def relink(
     if n == 0:
         check_source_count(sources, n_keys)
         return
-    winner = last_of_duplicates(index, capacity)
+    winner = winners(index, capacity, ring)
     _share(parts_of(table, sources, n), ring, links, owners, index, winner, n, 0, capacity, envs)
 
 

@@ -63,7 +63,7 @@ from gpubuf.kernels.rows._triton_tiles import (
     quotient,
     row_address,
     rows_and_columns,
-    unit_shift,
+    tile_counts,
     wide_quotient,
 )
 
@@ -76,7 +76,8 @@ SCALE, CODEC_OFFSET, MEAN, FACTOR, LOW, HIGH = map(tl.constexpr, range(rows.SCAL
 PAD, HEIGHT, WIDTH, PAIR = map(tl.constexpr, range(rows.PAD, rows.ENTRIES))
 ENTRIES, PENDING, SIDE_STRIDE, WRITES = map(tl.constexpr, range(rows.ENTRIES, rows.WINDOW))
 WINDOW, FIRST, STEP, OUTSIDE = map(tl.constexpr, range(rows.WINDOW, rows.COPIED))
-COPIED, ALIGNED, BATCH_BYTES, WRITTEN_AS_STORED = map(tl.constexpr, range(rows.COPIED, rows.WRITTEN_AS_STORED + 1))
+COPIED, UNIT, BATCH_BYTES, WRITTEN_AS_STORED = map(tl.constexpr, range(rows.COPIED, rows.SIMPLE))
+LANE, WORDS = map(tl.constexpr, range(rows.LANE, rows.WORDS + 1))
 FIELD = tl.constexpr(rows.FIELD)
 
 # Values of KIND, and of OUTSIDE.
@@ -541,14 +542,15 @@ def load_slots(entry_ptr, memory, before, position, valid, slot, kind, window, h
 
 
 @triton.jit
-def load_moves(memory, before, batch, row, pad, pair, has):
-    """How far rows of a batch are shifted down (low 16 bits) and right, both plus ``pad``; int32."""
+def load_moves(entry_ptr, memory, before, batch, row, has):
+    """How far rows of a batch are shifted down (low 16 bits) and right, both plus the field's PAD; int32."""
     _ends_ptr, _links_ptr, noise_ptr, _index_ptr, _rng_ptr = memory
     noise_offset, _rng_offset, _size, _oldest, _stored, _has_lost, _numbers_ptr = before
     _n, draws = batch
     move = (row * 0).to(tl.int32)
+    pad = tl.load(entry_ptr + PAD)
     if has[2] and pad > 0:
-        counter = noise_offset + row * draws + 2 * pair
+        counter = noise_offset + row * draws + 2 * tl.load(entry_ptr + PAIR)
         span = (2 * pad + 1).to(tl.float64)
         seed = tl.load(noise_ptr + SEED)
         down = tl.minimum((philox_uniform_f64(seed, counter) * span).to(tl.int32), 2 * pad.to(tl.int32))
@@ -558,10 +560,10 @@ def load_moves(memory, before, batch, row, pad, pair, has):
 
 
 @triton.jit
-def place_address(entry_ptr, place, capacity, envs, kind):
+def place_address(entry_ptr, place, capacity, envs):
     """Addresses of the rows at places."""
     address = column_address(entry_ptr, place)
-    if kind == NEXT:
+    if tl.load(entry_ptr + KIND) == NEXT:
         side_stride = tl.load(entry_ptr + SIDE_STRIDE)
         beside = place - capacity
         pending = tl.load(entry_ptr + PENDING) + beside * side_stride
@@ -575,19 +577,23 @@ def place_address(entry_ptr, place, capacity, envs, kind):
 
 
 @triton.jit
-def load_batch_tiles(fields_ptr, n_keys, n, has, KEYS: tl.constexpr, TILE: tl.constexpr):
-    """(tiles, bytes, lanes): what a batch is of every field, int64 [KEYS]. Computed fields have an element a lane."""
+def doubled_of(words, doubled):
+    """How often a tile of a key is doubled: its rows have so many ``words`` that it has no more rows than TILE."""
+    return tl.where(words >= 2 << doubled, doubled, 0)
+
+
+@triton.jit
+def load_batch_tiles(fields_ptr, n_keys, n, doubled, has, KEYS: tl.constexpr, TILE: tl.constexpr):
+    """(tiles, bytes): what a batch is of every field, [KEYS]. Computed fields have an element a lane."""
     lanes = tl.arange(0, KEYS)
     entry_ptr = fields_ptr + lanes * FIELD
     some = lanes < n_keys
-    copied = tl.load(entry_ptr + COPIED, mask=some, other=0) != 0
     batch_bytes = tl.load(entry_ptr + BATCH_BYTES, mask=some, other=0)
-    words = batch_bytes >> unit_shift(tl.load(entry_ptr + ALIGNED, mask=some, other=0))
-    elements = tl.load(entry_ptr + ELEMENTS, mask=some, other=0)
+    words = tl.load(entry_ptr + WORDS, mask=some, other=0)
+    elements = words * n
     if has[4]:
         elements *= tl.load(entry_ptr + WINDOW, mask=some, other=0)
-    elements = tl.where(copied, words, elements) * n
-    return (elements + (TILE - 1)) // TILE, batch_bytes * n, lanes
+    return tile_counts(elements, doubled_of(words, doubled), TILE), batch_bytes * n
 
 
 @triton.jit
@@ -615,7 +621,7 @@ def _load_sum(entry_ptr, place, column, mask, stored, gamma, window, FLOAT: tl.c
     memory = load_column(entry_ptr)
     codec = load_codec(entry_ptr)
     shift = item_shift(stored)
-    unit = unit_shift(tl.load(entry_ptr + ALIGNED))
+    unit = tl.load(entry_ptr + UNIT)
     length = place & 127
     step, env = divided(tl.where(mask, place >> 7, 0), envs, steps * envs)
     # Minus zero changes no number that is added to it.
@@ -642,8 +648,8 @@ def _compute_floats(entry_ptr, place, column, mask, codes, gamma, window, FLOAT:
         number = place.to(FLOAT)
     else:
         shift = item_shift(stored)
-        address = place_address(entry_ptr, place, steps * envs, envs, kind) + (column << shift)
-        bits = load_bits(address, shift, unit_shift(tl.load(entry_ptr + ALIGNED)), mask)
+        address = place_address(entry_ptr, place, steps * envs, envs) + (column << shift)
+        bits = load_bits(address, shift, tl.load(entry_ptr + UNIT), mask)
         number = decoded_numbers(bits, stored, load_codec(entry_ptr), FLOAT)
     mean = tl.load(entry_ptr + MEAN)
     if mean != 0:
@@ -660,7 +666,7 @@ def _compute_floats(entry_ptr, place, column, mask, codes, gamma, window, FLOAT:
 
 @triton.jit
 def _compute_tile(entry_ptr, place, move, column, mask, target, gamma, window):
-    """Compute and store elements ``column`` [TILE] of rows at places of a field, to int64 addresses of these rows."""
+    """Compute and store elements ``column`` [TILE] of rows at places of a field, to int64 addresses."""
     _newest, steps, envs, _n_steps = window
     kind = tl.load(entry_ptr + KIND)
     stored = tl.load(entry_ptr + STORED)
@@ -679,8 +685,8 @@ def _compute_tile(entry_ptr, place, move, column, mask, target, gamma, window):
     if moved:
         # Integers stay exact, and NaNs keep their bits.
         shift = item_shift(stored)
-        address = place_address(entry_ptr, place, steps * envs, envs, kind) + (element << shift)
-        bits = load_bits(address, shift, unit_shift(tl.load(entry_ptr + ALIGNED)), valid)
+        address = place_address(entry_ptr, place, steps * envs, envs) + (element << shift)
+        bits = load_bits(address, shift, tl.load(entry_ptr + UNIT), valid)
         if stored != batch:
             bits, _ = integer_bits(integers_of(bits, stored), batch)
     else:
@@ -690,15 +696,16 @@ def _compute_tile(entry_ptr, place, move, column, mask, target, gamma, window):
             bits = _compute_floats(entry_ptr, place, element, valid, codes, gamma, window, tl.float64)
         else:
             bits = _compute_floats(entry_ptr, place, element, valid, codes, gamma, window, tl.float32)
-    shift = item_shift(batch)
+    shift = tl.load(entry_ptr + LANE)
     nothing = -(kind == POSITION).to(tl.int64)
-    store_bits(target + (column.to(tl.int64) << shift), tl.where(valid, bits, nothing), shift, shift, mask)
+    store_bits(target, tl.where(valid, bits, nothing), shift, shift, mask)
 
 
 @triton.jit
-def _look_up(entry_ptr, memory, before, batch, row, kind, pad, pair, slots, window, has):
+def _look_up(entry_ptr, memory, before, batch, row, slots, window, has):
     """(place, move) of rows of the batch, or of the ``slots`` of each of them, int64 and int32."""
     _newest, steps, envs, _n_steps = window
+    kind = tl.load(entry_ptr + KIND)
     if has[4]:
         n, _draws = batch
         row, slot = divided(row, slots, n * slots)
@@ -707,54 +714,53 @@ def _look_up(entry_ptr, memory, before, batch, row, kind, pad, pair, slots, wind
         place = load_slots(entry_ptr, memory, before, position, valid, slot, kind, window, has)
     else:
         place = load_places(memory, position, valid, kind, window, has)
-    return place, load_moves(memory, before, batch, row, pad, pair, has)
+    return place, load_moves(entry_ptr, memory, before, batch, row, has)
 
 
 @triton.jit
 def make_tiles(
-    fields_ptr, arena_ptr, memory, before, batch, window, gamma, begin, programs, n_keys, has, KEYS: tl.constexpr,
-    TILE: tl.constexpr, ALIGNMENT: tl.constexpr,
+    fields_ptr, arena_ptr, memory, before, batch, window, gamma, begin, programs, n_keys, doubled, has,
+    KEYS: tl.constexpr, TILE: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """The tiles ``begin``, ``begin + programs``, ... of a batch."""
+    """The tiles ``begin``, ``begin + programs``, ... of a batch, TILE << doubled elements of long rows."""
     n, _draws = batch
     _newest, steps, envs, _n_steps = window
-    tiles, sizes, lanes = load_batch_tiles(fields_ptr, n_keys, n, has, KEYS, TILE)
-    # A batch in a GPU's memory has fewer tiles than an int32 counts.
-    for tile in range(begin.to(tl.int32), tl.sum(tiles, 0).to(tl.int32), programs):
-        key, number, offset = find_tile(tiles, sizes, lanes, tile, ALIGNMENT)
+    tiles, sizes = load_batch_tiles(fields_ptr, n_keys, n, doubled, has, KEYS, TILE)
+    lane = tl.arange(0, TILE)
+    for tile in range(begin.to(tl.int32), tl.sum(tiles, 0), programs):
+        key, number, offset = find_tile(tiles, sizes, tile, ALIGNMENT)
         entry_ptr = fields_ptr + key * FIELD
-        kind = tl.load(entry_ptr + KIND)
-        pad = tl.load(entry_ptr + PAD)
-        pair = tl.load(entry_ptr + PAIR)
-        copied = tl.load(entry_ptr + COPIED) != 0
-        batch_bytes = tl.load(entry_ptr + BATCH_BYTES)
+        words = tl.load(entry_ptr + WORDS)
         slots = 1
         if has[4]:
             slots = tl.load(entry_ptr + WINDOW)
-            batch_bytes = quotient(batch_bytes, slots)
-        shift = unit_shift(tl.load(entry_ptr + ALIGNED))
-        words = tl.where(copied, batch_bytes >> shift, tl.load(entry_ptr + ELEMENTS))
-        first_row = quotient(number * TILE, words)
-        first_word = (number * TILE - first_row * words).to(tl.int32)
-        row, column = rows_and_columns(tl.arange(0, TILE), first_word, words.to(tl.int32), TILE)
-        # Where rows have many elements each is looked up once, for the threads that share it.
-        if words >= 8:
-            some = first_row + tl.arange(0, TILE // 4)
-            place, move = _look_up(entry_ptr, memory, before, batch, some, kind, pad, pair, slots, window, has)
-            place = tl.gather(place, row, 0)
-            move = tl.gather(move, row, 0)
-        else:
-            place, move = _look_up(
-                entry_ptr, memory, before, batch, first_row + row, kind, pad, pair, slots, window, has
-            )
-        mask = row < n * slots - first_row
-        target = arena_ptr.to(tl.int64) + offset + (first_row + row) * batch_bytes
+        passes = 1 << doubled_of(words, doubled).to(tl.int32)
+        first = number * (TILE * passes)
+        first_row = quotient(first, words)
+        first_word = (first - first_row * words).to(tl.int32)
+        # Each row is looked up once, for the threads that share it: there are no more than lanes.
+        last = quotient((first_word + (TILE * passes - 1)).to(tl.int64), words)
+        some = first_row + tl.minimum(lane, last)
+        place, move = _look_up(entry_ptr, memory, before, batch, some, slots, window, has)
+        left = tl.minimum(n * slots * words - first, TILE * passes).to(tl.int32)
+        shift = tl.load(entry_ptr + LANE).to(tl.int32)
+        target = arena_ptr.to(tl.int64) + offset + (first << shift)
+        copied = tl.load(entry_ptr + COPIED) != 0
         if copied:
-            byte = column.to(tl.int64) << shift
-            source = place_address(entry_ptr, place, steps * envs, envs, kind) + byte
-            copy_elements(source, target + byte, shift, mask & (place >= 0), mask)
-        else:
-            _compute_tile(entry_ptr, place, move, column, mask, target, gamma, window)
+            place = tl.where(place >= 0, place_address(entry_ptr, place, steps * envs, envs), -1)
+        for part in range(0, passes):
+            element = part * TILE + lane
+            row, column = rows_and_columns(element, first_word, words.to(tl.int32), passes * TILE)
+            mask = element < left
+            found = tl.gather(place, row, 0)
+            to = target + (element << shift)
+            if copied:
+                copy_elements(found + (column << shift), to, shift, mask & (found >= 0), mask)
+            else:
+                moved = (column * 0).to(tl.int32)
+                if has[2]:
+                    moved = tl.gather(move, row, 0)
+                _compute_tile(entry_ptr, found, moved, column, mask, to, gamma, window)
 
 
 # Kernels
@@ -790,9 +796,9 @@ def rows_gather_kernel(
         tl.store(generation_ptr + row, generation, mask=row < n)
         count_faults(ring_ptr, (row < n) & ~valid)
     else:
-        tiles, sizes, lanes = load_tiles(table_ptr, n_keys, n, KEYS, TILE)
-        for tile in range(program - row_programs, tl.sum(tiles, 0), tl.num_programs(0) - row_programs):
-            key, number, offset = find_tile(tiles, sizes, lanes, tile, ALIGNMENT)
+        tiles, sizes = load_tiles(table_ptr, n_keys, n, KEYS, TILE)
+        for tile in range((program - row_programs).to(tl.int32), tl.sum(tiles, 0), tl.num_programs(0) - row_programs):
+            key, number, offset = find_tile(tiles, sizes, tile, ALIGNMENT)
             memory, shift, row_bytes, first_row, first_word = load_key(table_ptr, key, number, TILE)
             element = tl.arange(0, TILE)
             row, column = rows_and_columns(element, first_word.to(tl.int32), (row_bytes >> shift).to(tl.int32), TILE)
@@ -835,7 +841,7 @@ def rows_sample_kernel(
         oldest = tl.load(ring_ptr + WRITTEN) - size
         oldest -= quotient(oldest, capacity) * capacity
     # Before the ticket, which waits for the loads before it and holds up those after it.
-    tiles, sizes, lanes = load_tiles(table_ptr, n_keys, n, KEYS, TILE)
+    tiles, sizes = load_tiles(table_ptr, n_keys, n, KEYS, TILE)
     ticket = take_ticket(rng_ptr + TICKET)
     if program < row_programs:
         row = program * TILE + tl.arange(0, TILE)
@@ -847,8 +853,8 @@ def rows_sample_kernel(
         tl.store(generation_ptr + row, generation, mask=row < n)
         count_faults(ring_ptr, (row < n) & (position < 0))
     else:
-        for tile in range(program - row_programs, tl.sum(tiles, 0), tl.num_programs(0) - row_programs):
-            key, number, offset = find_tile(tiles, sizes, lanes, tile, ALIGNMENT)
+        for tile in range((program - row_programs).to(tl.int32), tl.sum(tiles, 0), tl.num_programs(0) - row_programs):
+            key, number, offset = find_tile(tiles, sizes, tile, ALIGNMENT)
             memory, shift, row_bytes, first_row, first_word = load_key(table_ptr, key, number, TILE)
             words = (row_bytes >> shift).to(tl.int32)
             element = tl.arange(0, TILE)
@@ -885,6 +891,7 @@ def rows_compute_kernel(
     gamma_bits,
     draws,
     past,
+    doubled,
     row_programs,
     HAS_ENDS: tl.constexpr,
     HAS_LINKS: tl.constexpr,
@@ -970,6 +977,7 @@ def rows_compute_kernel(
             program - row_programs,
             tl.num_programs(0) - row_programs,
             n_keys,
+            doubled,
             (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE, HAS_WINDOWS, LAW),
             KEYS,
             TILE,

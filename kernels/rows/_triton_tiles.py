@@ -50,17 +50,22 @@ def quotient(a, b):
 
 
 @triton.jit
-def find_tile(tiles, sizes, lanes, tile, ALIGNMENT: tl.constexpr):
-    """(key of a tile, its number in the key, offset of the key in the arena).
+def tile_counts(elements, doubled, TILE: tl.constexpr):
+    """How many tiles of ``TILE << doubled`` elements keys have, int32: no batch in a GPU's memory has more."""
+    return (((elements + ((TILE << doubled) - 1)) // TILE) >> doubled).to(tl.int32)
 
-    tiles, sizes: int64 [KEYS], tiles and bytes of every key's batch, zero beyond the last key.
+
+@triton.jit
+def find_tile(tiles, sizes, tile, ALIGNMENT: tl.constexpr):
+    """(key of a tile, its number in the key, offset of the key in the arena), int32 and int64.
+
+    tiles, sizes: int32 and int64 [KEYS], tiles and bytes of every key's batch, zero beyond the last key.
     """
-    ends = tl.cumsum(tiles, 0)
-    before = ends <= tile
+    before = tl.cumsum(tiles, 0) <= tile
     key = tl.sum(before.to(tl.int32), 0)
-    first = tl.max(tl.where(before, ends, 0), 0)
+    number = (tile - tl.sum(tl.where(before, tiles, 0), 0)).to(tl.int64)
     rounded = (sizes + (ALIGNMENT - 1)) & -ALIGNMENT
-    return key, tile - first, tl.sum(tl.where(lanes < key, rounded, 0), 0)
+    return key, number, tl.sum(tl.where(before, rounded, 0), 0)
 
 
 @triton.jit
@@ -195,7 +200,7 @@ def column_address(entry_ptr, position):
 
 @triton.jit
 def load_tiles(table_ptr, n_keys, n, KEYS: tl.constexpr, TILE: tl.constexpr):
-    """(tiles, bytes, lanes): what a batch of ``n`` rows is of every key, int64 [KEYS]."""
+    """(tiles, bytes): what a batch of ``n`` rows is of every key, [KEYS]."""
     lanes = tl.arange(0, KEYS)
     entry_ptr = table_ptr + lanes * ENTRY
     some = lanes < n_keys
@@ -204,7 +209,7 @@ def load_tiles(table_ptr, n_keys, n, KEYS: tl.constexpr, TILE: tl.constexpr):
     host_rows = tl.load(entry_ptr + HOST_ROWS, mask=some, other=0)
     stride = tl.load(entry_ptr + ROW_STRIDE, mask=some, other=0)
     elements = (row_bytes >> unit_shift(device_rows | host_rows | row_bytes | stride)) * n
-    return (elements + (TILE - 1)) // TILE, row_bytes * n, lanes
+    return tile_counts(elements, 0, TILE), row_bytes * n
 
 
 @triton.jit

@@ -20,7 +20,6 @@ from gpubuf.kernels import rows
 from gpubuf.kernels._launching import jit_for_any_size
 from gpubuf.kernels.philox._triton import take_ticket
 from gpubuf.kernels.rows._triton import (
-    ALIGNED,
     ELEMENTS,
     ENTRIES,
     FIELD,
@@ -30,6 +29,7 @@ from gpubuf.kernels.rows._triton import (
     SIDE_STRIDE,
     STEPS,
     STORED,
+    UNIT,
     WRITES,
     WRITTEN_AS,
     WRITTEN_AS_STORED,
@@ -54,6 +54,7 @@ from gpubuf.kernels.rows._triton_tiles import (
     decoded,
     differing_bits,
     find_tile,
+    generation_of,
     load_aligned_bits,
     load_column,
     load_tiles,
@@ -62,6 +63,7 @@ from gpubuf.kernels.rows._triton_tiles import (
     row_address,
     rows_and_columns,
     select,
+    tile_counts,
     unit_shift,
 )
 
@@ -82,9 +84,9 @@ def load_shared(fields_ptr, lanes, n_keys):
 def load_write_tiles(
     table_ptr, n_keys, rows, PLAIN: tl.constexpr, SHARED: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr
 ):
-    """(tiles, lanes) of ``rows`` written rows, int64 [KEYS]: of next observations (SHARED), or of all other keys."""
+    """Tiles of ``rows`` written rows, int32 [KEYS]: of next observations (SHARED), or of all other keys."""
     if PLAIN:
-        tiles, _sizes, lanes = load_tiles(table_ptr, n_keys, rows, KEYS, TILE)
+        tiles, _sizes = load_tiles(table_ptr, n_keys, rows, KEYS, TILE)
     else:
         lanes = tl.arange(0, KEYS)
         entry_ptr = table_ptr + lanes * FIELD
@@ -96,16 +98,16 @@ def load_write_tiles(
             some = (kind != NEXT) & (kind != STEPS)
             some = some & (tl.load(entry_ptr + WRITES, mask=some, other=0) != 0)
         words = tl.load(entry_ptr + ROW_BYTES, mask=some, other=0)
-        words = words >> unit_shift(tl.load(entry_ptr + ALIGNED, mask=some, other=0))
+        words = words >> tl.load(entry_ptr + UNIT, mask=some, other=0)
         as_stored = tl.load(entry_ptr + WRITTEN_AS_STORED, mask=some, other=1) != 0
         elements = tl.where(as_stored, words, tl.load(entry_ptr + ELEMENTS, mask=some, other=0)) * rows
-        tiles = (elements + (TILE - 1)) // TILE
-    return tiles, lanes
+        tiles = tile_counts(elements, 0, TILE)
+    return tiles
 
 
 @triton.jit
-def find_write_tile(keys, found, tile, skipped, PLAIN: tl.constexpr, TILE: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """What a tile copies or encodes: ``keys`` are (table_ptr, source_addresses, source_strides), ``found`` the tiles.
+def find_write_tile(keys, tiles, tile, skipped, PLAIN: tl.constexpr, TILE: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """What a tile copies or encodes: ``keys`` are (table_ptr, source_addresses, source_strides), ``tiles`` their tiles.
 
     Returns:
         (entry_ptr, memory, source, source_stride): the key, its column as :func:`row_address` takes it, where the
@@ -114,8 +116,7 @@ def find_write_tile(keys, found, tile, skipped, PLAIN: tl.constexpr, TILE: tl.co
         source is copied in narrower elements, in more than one pass.
     """
     table_ptr, source_addresses, source_strides = keys
-    tiles, lanes = found
-    key, number, _offset = find_tile(tiles, tiles, lanes, tile, ALIGNMENT)
+    key, number, _offset = find_tile(tiles, tiles, tile, ALIGNMENT)
     entry_ptr = table_ptr + key * (ENTRY if PLAIN else FIELD)
     source_stride = decoded(select(key, source_strides))
     address = decoded(select(key, source_addresses))
@@ -126,17 +127,15 @@ def find_write_tile(keys, found, tile, skipped, PLAIN: tl.constexpr, TILE: tl.co
     if PLAIN:
         as_stored = row_bytes > 0
         device_rows, _split, host_rows, stride = memory
-        aligned = device_rows | host_rows | stride | row_bytes
-        widest = unit_shift(aligned)
+        widest = unit_shift(device_rows | host_rows | stride | row_bytes)
         units = row_bytes >> widest
     else:
         as_stored = tl.load(entry_ptr + WRITTEN_AS_STORED) != 0
-        aligned = tl.load(entry_ptr + ALIGNED)
-        widest = unit_shift(aligned)
+        widest = tl.load(entry_ptr + UNIT).to(tl.int32)
         units = tl.where(as_stored, row_bytes >> widest, tl.load(entry_ptr + ELEMENTS))
     row = quotient(number * TILE, units)
     unit = number * TILE - row * units
-    shift = unit_shift(aligned | source | source_stride)
+    shift = tl.minimum(widest, unit_shift(source | source_stride))
     narrower = widest - shift
     if not PLAIN:
         narrower = tl.where(as_stored, narrower, 0)
@@ -228,9 +227,9 @@ def rows_extend_kernel(
         start = written + skipped
         cursor = start - quotient(start, capacity) * capacity
         keys = (table_ptr, source_addresses, source_strides)
-        found = load_write_tiles(table_ptr, n_keys, kept, PLAIN, False, KEYS, TILE)
-        for tile in range(program - row_programs, tl.sum(found[0], 0), tl.num_programs(0) - row_programs):
-            key, elements = find_write_tile(keys, found, tile, skipped, PLAIN, TILE, ALIGNMENT)
+        tiles = load_write_tiles(table_ptr, n_keys, kept, PLAIN, False, KEYS, TILE)
+        for tile in range((program - row_programs).to(tl.int32), tl.sum(tiles, 0), tl.num_programs(0) - row_programs):
+            key, elements = find_write_tile(keys, tiles, tile, skipped, PLAIN, TILE, ALIGNMENT)
             _entry_ptr, memory, source, _source_stride = key
             _as_stored, _shift, _words, _first_row, _first_word, passes = elements
             for part in range(0, passes):
@@ -240,6 +239,45 @@ def rows_extend_kernel(
                 chosen = (row < kept) & (source != 0)
                 put_elements(key, elements, ring_ptr, row, column, target, chosen, chosen, PLAIN)
     advance_ring(ring_ptr, ticket, written, size, advance, capacity)
+
+
+@triton.jit
+def load_rivals(ring_ptr, index_ptr, generation_ptr, i, n, capacity, HAS_GENERATION: tl.constexpr):
+    """Positions that entries ``i`` would write, int64; -1: nothing."""
+    position, valid = normalise(tl.load(index_ptr + i, mask=i < n, other=0), capacity)
+    if HAS_GENERATION:
+        current = generation_of(position, valid, tl.load(ring_ptr + WRITTEN), capacity)
+        valid = valid & (tl.load(generation_ptr + i, mask=i < n, other=0) == current)
+    return tl.where(valid & (i < n), position, -1)
+
+
+@jit_for_any_size("index_ptr", "generation_ptr", "winner_ptr")
+def rows_winners_kernel(
+    ring_ptr,  # int64 [4]: (written, size, ticket, faults)
+    index_ptr,  # int64 [n]
+    generation_ptr,  # int64 [n], HAS_GENERATION
+    winner_ptr,  # bool [n], output
+    n,
+    capacity,
+    HAS_GENERATION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OTHERS: tl.constexpr,
+):
+    """winner[i] = whether index[i] is a row, has generation[i], and is not index[j] of such an entry j > i.
+
+    Grid: (cdiv(n, BLOCK_ROWS),).
+    """
+    first = tl.program_id(0) * BLOCK_ROWS
+    capacity = capacity.to(tl.int64)
+    i = first + tl.arange(0, BLOCK_ROWS)
+    own = load_rivals(ring_ptr, index_ptr, generation_ptr, i, n, capacity, HAS_GENERATION)
+    beaten = tl.zeros((BLOCK_ROWS, BLOCK_OTHERS), tl.int1)
+    for begin in range(first, n, BLOCK_OTHERS):
+        j = begin + tl.arange(0, BLOCK_OTHERS)
+        other = load_rivals(ring_ptr, index_ptr, generation_ptr, j, n, capacity, HAS_GENERATION)
+        beaten = beaten | ((own[:, None] == other[None, :]) & (i[:, None] < j[None, :]))
+    winner = (own >= 0) & (tl.max(beaten.to(tl.int32), 1) == 0)
+    tl.store(winner_ptr + i, winner, mask=i < n)
 
 
 @triton.jit(
@@ -253,7 +291,7 @@ def rows_write_kernel(
     n_keys,
     ring_ptr,  # int64 [4]: (written, size, ticket, faults)
     index_ptr,  # int64 [n]
-    winner_ptr,  # bool [n]: false where a later entry names the same row
+    winner_ptr,  # bool [n]: see rows_winners_kernel
     n,
     capacity,
     row_programs,
@@ -275,9 +313,9 @@ def rows_write_kernel(
         count_faults(ring_ptr, (row < n) & ~valid)
     else:
         keys = (table_ptr, source_addresses, source_strides)
-        found = load_write_tiles(table_ptr, n_keys, n, PLAIN, False, KEYS, TILE)
-        for tile in range(program - row_programs, tl.sum(found[0], 0), tl.num_programs(0) - row_programs):
-            key, elements = find_write_tile(keys, found, tile, 0, PLAIN, TILE, ALIGNMENT)
+        tiles = load_write_tiles(table_ptr, n_keys, n, PLAIN, False, KEYS, TILE)
+        for tile in range((program - row_programs).to(tl.int32), tl.sum(tiles, 0), tl.num_programs(0) - row_programs):
+            key, elements = find_write_tile(keys, tiles, tile, 0, PLAIN, TILE, ALIGNMENT)
             _entry_ptr, memory, source, _source_stride = key
             _as_stored, _shift, _words, _first_row, _first_word, passes = elements
             for part in range(0, passes):
@@ -333,7 +371,7 @@ def rows_compare_kernel(
     n_keys,
     ring_ptr,  # int64 [4]: (written, size, ticket, faults), as before the write
     index_ptr,  # int64 [n], RELINK
-    winner_ptr,  # bool [n]: false where a later entry names the same row, RELINK
+    winner_ptr,  # bool [n]: see rows_winners_kernel, RELINK
     differs_ptr,  # int32 [candidates], output
     n,
     skipped,
@@ -373,18 +411,18 @@ def rows_compare_kernel(
         source_stride = decoded(select(key, source_strides))
         address = decoded(select(key, source_addresses))
         following = column_address(entry_ptr, successor)[:, None]
-        aligned = tl.load(entry_ptr + ALIGNED)
+        unit = tl.load(entry_ptr + UNIT)
         row_bytes = tl.load(entry_ptr + ROW_BYTES)
         if (tl.program_id(0) * BLOCK_ROWS < envs) & (RELINK == 0):
             pending = (tl.load(entry_ptr + PENDING) + i * tl.load(entry_ptr + SIDE_STRIDE))[:, None]
-            shift = tl.minimum(unit_shift(aligned), 3)
+            shift = tl.minimum(unit, 3)
             differing |= differing_bits(
                 pending, following, column, row_bytes >> shift, shift, (active & (source < 0))[:, None], BLOCK_COLUMNS
             )
         given = (address + source * source_stride)[:, None]
         new = (active & (source >= 0) & (address != 0))[:, None]
         if tl.load(entry_ptr + WRITTEN_AS_STORED) != 0:
-            shift = tl.minimum(unit_shift(aligned | address | source_stride), 3)
+            shift = tl.minimum(tl.minimum(unit, unit_shift(address | source_stride)), 3)
             differing |= differing_bits(given, following, column, row_bytes >> shift, shift, new, BLOCK_COLUMNS)
         else:
             elements = tl.load(entry_ptr + ELEMENTS)
@@ -398,7 +436,7 @@ def rows_compare_kernel(
                 bits = load_aligned_bits(given + ((begin + column) << from_written), from_written, mask)
                 bits, fits = encoded_bits(bits, written_as, stored, codec)
                 count_faults(ring_ptr, mask & ~fits)
-                bits ^= load_bits(following + ((begin + column) << to_stored), to_stored, unit_shift(aligned), mask)
+                bits ^= load_bits(following + ((begin + column) << to_stored), to_stored, unit, mask)
                 differing |= tl.where(mask, bits << (64 - (8 << to_stored)), 0)
     found = tl.max((differing != 0).to(tl.int32), 1)
     before = tl.load(differs_ptr + i, mask=(i < count) & (begun != 0), other=0)
@@ -411,7 +449,7 @@ def rows_assign_kernel(
     links_ptr,  # int32 [capacity]
     owners_ptr,  # int64 [slots + 1]: numbers of the rows that entries belong to, and how many were ever taken
     index_ptr,  # int64 [n], RELINK
-    winner_ptr,  # bool [n]: false where a later entry names the same row, RELINK
+    winner_ptr,  # bool [n]: see rows_winners_kernel, RELINK
     differs_ptr,  # int32 [candidates]
     free_ptr,  # int32 [candidates], scratch: the entries that are given, in turn
     n,
@@ -504,7 +542,7 @@ def rows_aside_kernel(
     ring_ptr,  # int64 [4]: (written, size, ticket, faults), advanced but for RELINK
     links_ptr,  # int32 [capacity]
     index_ptr,  # int64 [n], RELINK
-    winner_ptr,  # bool [n]: false where a later entry names the same row, RELINK
+    winner_ptr,  # bool [n]: see rows_winners_kernel, RELINK
     n,
     skipped,
     capacity,
@@ -530,14 +568,14 @@ def rows_aside_kernel(
     if not RELINK:
         ticket = take_ticket(ring_ptr + RING_TICKET)
     keys = (fields_ptr, source_addresses, source_strides)
-    found = load_write_tiles(fields_ptr, n_keys, kept, False, True, KEYS, TILE)
+    tiles = load_write_tiles(fields_ptr, n_keys, kept, False, True, KEYS, TILE)
     if not RELINK:
         start = written + skipped
         begin = start - quotient(start, capacity) * capacity
         # This step is there as long as the write leaves it, and then nothing was skipped.
         has_before = (size >= envs) & (n < capacity)
-    for tile in range(program, tl.sum(found[0], 0), tl.num_programs(0)):
-        key, elements = find_write_tile(keys, found, tile, 0, False, TILE, ALIGNMENT)
+    for tile in range(program, tl.sum(tiles, 0), tl.num_programs(0)):
+        key, elements = find_write_tile(keys, tiles, tile, 0, False, TILE, ALIGNMENT)
         entry_ptr, _memory, given, _source_stride = key
         as_stored, unit, _words, _first_row, _first_word, passes = elements
         side_stride = tl.load(entry_ptr + SIDE_STRIDE)

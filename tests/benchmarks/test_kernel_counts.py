@@ -46,7 +46,7 @@ MOST_TRIPS = {
     "prioritized: priority update": 5,
     "prioritized slices: priority update": 6,
     "prioritized: extend": 9,
-    "slices: extend": 18,
+    "slices: extend": 19,
     "prioritized slices: extend": 23,
     "slices: sample": 16,
     "prioritized slices: sample": 16,

@@ -137,8 +137,8 @@ def test_rows_whose_probes_differ_or_show_a_slow_host_are_marked():
 def test_calls_on_a_gpu_stand_beside_their_prediction():
     """A run from before the price of a launch and the bandwidth were measured leaves them open."""
     counted = {"kernel": "k", "programs": 132, "warps": 4, "instructions": 132, "most_instructions": 1, "trips": 1}
-    moved = {"bytes_loaded": 40_000_000, "bytes_stored": 0}
-    launches = [{"call": "a call", "total": 2, "kernels": {"k": 2}, "launches": [{**counted, **moved}] * 2}]
+    launch = {**counted, "bytes_loaded": 40_000_000, "bytes_stored": 0}
+    launches = [{"call": "a call", "total": 2, "kernels": {"k": 2}, "launches": [launch] * 2}]
     runs = {"kernels": run_of(kernels={"launches": launches})}
     assert line(block("launches", runs), "a call") == ["2", "open", "22.9", "open", "23.0", "open", "`k`"]
     runs["calls on cuda"] = run_of("cuda", calls=[{"call": "a call", "warm": 21.0, "cold": 25.0}])
@@ -154,7 +154,7 @@ def test_calls_on_a_gpu_stand_beside_their_prediction():
 
 
 def test_windows_stand_beside_other_libraries():
-    """A ratio is to the calls of ours in the same process; launches have their predicted times."""
+    """A ratio is to the calls of ours in the same process; launches have their predicted times, PyTorch's too."""
 
     def found(size: float, *took: float, probe: Any = STEADY) -> dict[str, Any]:
         calls = dict(zip(("32", "256"), took, strict=True))
@@ -166,12 +166,13 @@ def test_windows_stand_beside_other_libraries():
     }
     counted = {"kernel": "k", "programs": 132, "warps": 4, "instructions": 132, "most_instructions": 1, "trips": 1}
     launch = {**counted, "bytes_loaded": 40_000_000, "bytes_stored": 2_000_000}
-    launches = [{"call": "a call", "total": 2, "kernels": {"k": 2}, "launches": [launch] * 2}]
-    text = block("windows", {"windows": run_of(windows={"rows": 100_000, "parts": parts, "launches": launches})})
+    launches = [{"call": "a call", "total": 2, "kernels": {"k": 2}, "launches": [launch] * 2, "others": 1}]
+    text = block("windows", {"windows": run_of(windows={"rows": 100_000, "parts": parts})})
     assert line(text, "gpubuf, windows") == ["7.00", "100", "800"]
     assert line(text, "LazyFrames") == ["8.00", "250 (2.5x)", "2000 (2.5x)"]
     assert line(text, "cpprb †") == ["7.50", "100 (0.5x)", "900 (1.0x)"]
-    assert line(text, "a call") == ["2", "80.0", "4.00", "23.9", "23.9"]
+    predicted = block("windows_gpu", {"kernels": run_of(kernels={"launches": [], "windows": launches})})
+    assert line(predicted, "a call") == ["3", "1", "80.0", "4.00", "25.3", "26.1"]
     assert "100,000 rows were written." in text
     assert "sequences" not in text
 

@@ -104,7 +104,11 @@ def test_what_is_counted_is_what_is_measured(small, monkeypatch: pytest.MonkeyPa
     for name, call in study.calls():
         names.append(name)
         call()
-    assert names == [f"{entry.title}, {n}" for entry in WORKLOADS.values() for n in entry.batches]
+    batches = [f"{entry.title}, {n}" for entry in WORKLOADS.values() for n in entry.batches]
+    assert names[: len(batches)] == batches
+    updates = names[len(batches) :]
+    assert [name.split(", ")[2] for name in updates] == ["float32", "bfloat16", "float32"]
+    assert all("states of 512 and 32x32 written back" in name for name in updates)
 
 
 def test_a_part_without_its_library_is_left_out(small, monkeypatch: pytest.MonkeyPatch, capsys):
@@ -119,7 +123,6 @@ def test_a_part_without_its_library_is_left_out(small, monkeypatch: pytest.Monke
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     """It writes what could be measured, and names what could not."""
     told = {"found": {OURS: {"bytes": 1.0}}, "versions": {"torchrl": "1"}}
-    launches = [{"call": "a call"}]
 
     def found_by(python: str, module: str, *words: str, **_: object) -> dict:
         if "stacks cpprb" in words:
@@ -127,12 +130,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
         return {**told, "found": {}} if "chunks lerobot" in words else told
 
     monkeypatch.setattr(elsewhere, "found_by", found_by)
-    monkeypatch.setattr(study, "counted_in_subprocess", lambda *options: launches)
     out = tmp_path / "windows.json"
     study.main(["--rows", "7", "--out", str(out)])
     written = json.loads(out.read_text())
     parts = [part for part in study.PARTS if part not in ("stacks cpprb", "chunks lerobot")]
-    assert written["windows"] == {"rows": 7, "parts": dict.fromkeys(parts, told["found"]), "launches": launches}
+    assert written["windows"] == {"rows": 7, "parts": dict.fromkeys(parts, told["found"])}
     assert "stacks cpprb: can't be measured here" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         study.main(["--parts", "nonsense"])

@@ -305,6 +305,21 @@ def test_a_folder_of_another_load_is_refused(tmp_path: Path, recorded):
         load_dataset(source, folder=rows)
 
 
+def test_a_capacity_means_what_it_says(tmp_path: Path, recorded):
+    """Zero is refused, not taken for none; and a folder that was opened can't have another one than was asked for."""
+    source, rows = written("npz", tmp_path, recorded), tmp_path / "rows"
+    for where in ({"device": "cpu"}, {"folder": tmp_path / "none"}):
+        with pytest.raises(ValueError, match=r"got (max_size=)?0"):
+            load_dataset(source, capacity=0, **where)
+    with pytest.raises(ValueError, match="got 0"):
+        open_dataset(source).plan(0)
+    load_dataset(source, folder=rows, capacity=300)
+    with pytest.raises(ValueError, match=r"rows has room for 300 rows, got capacity=500"):
+        load_dataset(source, folder=rows, capacity=500)
+    for same_one in ({}, {"capacity": 300}):
+        assert load_dataset(source, folder=rows, **same_one).storage.max_size == 300
+
+
 # Videos
 
 
@@ -424,6 +439,31 @@ def test_numbers_of_other_machines_are_read(dtype: str | type, tmp_path: Path):
     np.savez(tmp_path / "a.npz", observations=numbers.astype(dtype), rewards=np.zeros(3), terminals=np.arange(3) == 2)
     rows = load_dataset(tmp_path / "a.npz", device="cpu")[:]
     assert torch.equal(rows["observation"].double(), torch.from_numpy(numbers).double())
+
+
+@pytest.mark.parametrize("other", ["obs", "observation.part"])
+def test_two_columns_for_one_key_are_refused_by_name(other: str, tmp_path: Path):
+    """Also where one key is below the other; and a choice of one of them is taken."""
+    columns = {"observations": np.zeros((3, 2)), other: np.ones((3, 2)), "terminals": np.arange(3) == 2}
+    np.savez(tmp_path / "a.npz", **columns, rewards=np.zeros(3))
+    first, second = sorted(["observations", other], key=len)
+    with pytest.raises(ValueError, match=rf"'{first}' and '{second}' are both for 'observation' of a row"):
+        open_dataset(tmp_path / "a.npz")
+    rows = load_dataset(tmp_path / "a.npz", device="cpu", keys={"observation": other})[:]
+    assert (rows["observation"] == 1).all()
+    with pytest.raises(ValueError, match="each column for one key"):
+        open_dataset(tmp_path / "a.npz", keys={"a": "rewards", "b": "rewards"})
+
+
+@pytest.mark.parametrize("dtype", [np.complex64, np.complex128, np.clongdouble])
+def test_complex_numbers_are_read(dtype: type, tmp_path: Path):
+    signal = (np.arange(6) + 1j * np.arange(6, 0, -1)).reshape(3, 2).astype(dtype)
+    np.savez(tmp_path / "a.npz", observations=signal, rewards=np.zeros(3), terminals=np.arange(3) == 2)
+    rows = load_dataset(tmp_path / "a.npz", device="cpu")[:]
+    assert rows["observation"].dtype == torch.complex64
+    assert torch.equal(rows["observation"], torch.from_numpy(signal.astype(np.complex64)))
+    with pytest.raises(KeyError, match="no 'note' of numbers, one for each record"):
+        open_dataset(tmp_path / "a.npz", keys=["note"])
 
 
 def test_files_that_say_nothing_of_ends_are_refused(tmp_path: Path):

@@ -623,8 +623,9 @@ class Names(Recorder):
 
 @pytest.mark.parametrize("n_keys", [3, 130])
 def test_launches(n_keys):
-    """A batch is one launch, and so is a write of up to 128 keys, but for shared observations: four, and three to give
-    them again. The counters move in the last one. Nothing reads a value: these tensors have none.
+    """A batch is one launch, and so is an extension by up to 128 keys. Rows that are written in place take one more,
+    and shared observations three, to give them again too. The counters move in the last one. Nothing reads a value, for
+    these tensors have none.
     """
     record = Names()
     with torch.device("meta"):
@@ -645,14 +646,24 @@ def test_launches(n_keys):
         record.run(rows.sample, fields, ring, state, 6, 12, 512, *rows.Reading(*reading, 3, past=2, windows=True))
     if n_keys == 3:
         again = ["compare", "assign", "aside"]
-        copies = ["extend", "write", "gather", "sample"]
-        assert record.launched == [*copies, "extend", "extend", *again, "write", *again, "compute", "compute"]
+        copies = ["extend", "winners", "write", "gather", "sample"]
+        assert record.launched == [
+            *copies,
+            "extend",
+            "extend",
+            *again,
+            "winners",
+            "write",
+            "winners",
+            *again,
+            *["compute"] * 2,
+        ]
         assert record.moved == [4, 4, 0]
     else:
         again = ["compare"] * 2 + ["assign"] + ["aside"] * 2
-        copies = ["extend", "extend", "write", "write", "gather", "sample"]
+        copies = ["extend", "extend", "winners", "write", "write", "gather", "sample"]
         assert record.launched == [
-            *copies, *["extend"] * 4, *again, "write", "write", *again, "compute", "compute",
+            *copies, *["extend"] * 4, *again, "winners", "write", "write", "winners", *again, "compute", "compute",
         ]  # fmt: skip
         assert record.moved == [0, 4, 0, 4, 0, 0]
 
@@ -675,6 +686,11 @@ def test_grids(n):
     assert _launch.copying_programs(4, n, n_bytes, tile, 1.0) <= 256
     assert _launch.copying_programs(4, 256, 2**24, 1024) == 1028
     assert [_launch.copying_programs(4, 256, 2**24, 1024, share) for share in (1.0, 0.5, 0.01)] == [16, 32, 1028]
+    # Tiles of long rows are doubled until so many programs are left, and those of narrow keys never.
+    found = [
+        _launch.doublings(4, n, n * each, 256) for each, n in ((56448, 32), (56448, 64), (56448, 4096), (512, 2**20))
+    ]
+    assert found == [1, 2, 3, 0]
     device = torch.device("cpu")
     for tile, warps in (_launch.batch_tile(n_bytes, device, one_each) for one_each in (False, True)):
         # More would not fit the registers of some GPUs.
@@ -714,13 +730,32 @@ def test_arguments_give_triton_nothing_to_specialise_on():
     assert all(e % 16 and e != 1 for e in encoded)
 
 
+@pytest.mark.gate
 @pytest.mark.usefixtures("interpreter")
-def test_duplicates_are_resolved_by_sorting(monkeypatch):
-    """CASES 11: the interpreter's order would let the last one win anyway; so another entry is told to."""
-    index = torch.tensor([4, 1, -2, 9, 1, 0, 4, -1, -7])
-    # -2 is 4 and -1 is 5; 9 and -7 are out of range, equal to no other
-    assert _launch.last_of_duplicates(index, 6).tolist() == [False, False, False, True, True, True, True, True, True]
-    monkeypatch.setattr(_launch, "last_of_duplicates", lambda index, capacity: torch.tensor([False, True, False]))
+@pytest.mark.parametrize("n", first_quick([700, 9, 1]))
+def test_the_last_of_duplicates_wins(n, monkeypatch):
+    """CASES 11: the interpreter's order would let the last one win anyway; so which one wins is looked at."""
+    written, capacity = 200, 61
+    ring = torch.tensor([written, capacity, 0, 0])
+    index = torch.randint(-capacity - 9, capacity + 9, (n,), generator=seeded(n))
+    position = torch.where(index < 0, index + capacity, index)
+    inside = (position >= 0) & (position < capacity)
+    generation = (written - position + capacity - 1) // capacity
+    stale = torch.rand(n, generator=seeded(n + 1)) < 0.3
+    for given, legal in ((None, inside), (generation + stale.long(), inside & ~stale)):
+        last = {row: i for i, row in enumerate(position.tolist()) if legal[i]}
+        expected = [bool(legal[i]) and last[row] == i for i, row in enumerate(position.tolist())]
+        for compared in (n, n - 1):
+            monkeypatch.setattr(_launch, "MAX_COMPARED", compared)
+            found = _launch.winners(index, capacity, ring, given)
+            # Of those that are sorted the kernel that writes leaves out what is no row.
+            assert (found & inside).tolist() == expected
+            assert compared < n or found.tolist() == expected
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_only_winners_are_written(monkeypatch):
+    monkeypatch.setattr(_launch, "winners", lambda *_: torch.tensor([False, True, False]))
     store = Store([ID], 5, copied=True)
     ring, sources = store.reference(), store.batch(3, 1)
     store.write(sources, torch.tensor([2, 2, 2]))

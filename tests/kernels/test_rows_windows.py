@@ -12,9 +12,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from gpubuf.kernels import philox, rows
+from gpubuf.kernels import config, philox, rows
 from gpubuf.kernels.rows import CROSS, DRAWN, IS_FIRST, LAST, MAX_REACH, NEXT, PADDED, POSITION, REPEAT, SUM, ZERO
 from gpubuf.kernels.rows import _cpu as plain
+from gpubuf.kernels.rows import _launch as rows_launch
 from tests.contracts import on_both
 from tests.contracts.rows import Spec, Store, assert_same, expected_batch
 from tests.support.interpreter import triton_on_cpu
@@ -103,6 +104,29 @@ def test_slots(backend, name):
     index = torch.arange(size) if backend == "numba" else torch.arange(0, size, max(size // 7, 1))
     check_gather(store, torch.where(index % 2 == 0, index, index - store.capacity), n_steps)
     assert store.counters[3] == 0
+
+
+@pytest.mark.gate
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("layout", ["plain", "record"])
+def test_tiles_that_are_doubled_make_the_same_batch(layout, monkeypatch):
+    """A program looks up the rows of several tiles at once, of long rows: copied, computed and shifted ones."""
+    of: dict[str, Any] = {"window": 3, "first": -1, "writes": False}
+    image: dict[str, Any] = {"pad": 1, "height": 4, "width": 9}
+    specs = [Spec(36, stored=torch.uint8), Spec(36, NEXT, torch.uint8, of=0), Spec(33), Spec(5), Spec(1, SUM)]
+    specs += [Spec(36, NEXT, torch.uint8, of=0, **of), Spec(36, DRAWN, torch.uint8, of=0, **image, **of)]
+    specs += [Spec(33, LAST, batch=torch.float16, of=2, normalised=True, low=-1.0, outside=ZERO, **of)]
+    specs += [Spec(5, DRAWN, of=3, **of), Spec(1, POSITION, torch.int64, outside=ZERO, **of)]
+    store = filled(specs, 9, 2, (9, 5), 3, layout)
+    monkeypatch.setattr(rows_launch, "WIDE_KEY", 0)
+    index, tile = torch.arange(-7, 10), config.RowsConfig(16, 1)
+    for spread in (1, 1 << 40):
+        monkeypatch.setattr(rows_launch, "SPREAD", spread)
+        assert rows_launch.doublings(len(specs), len(index), 2**14, 16) == (
+            rows_launch.MAX_DOUBLINGS if spread == 1 else 0
+        )
+        with config.using(rows_copy=tile):
+            check_gather(store, index, 2)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, pytest.param(6, marks=pytest.mark.slow)])

@@ -1,4 +1,7 @@
-"""Files of recorded episodes, in the formats that others have, each written by the format's own package."""
+"""Files of recorded episodes, in the formats that others have, written with h5py, pyarrow, NumPy and PyAV.
+
+Minari writes its own in tests/data/test_loading.py, LeRobot in tests/integrations/test_lerobot_dataset.py.
+"""
 
 from __future__ import annotations
 

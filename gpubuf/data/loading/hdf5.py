@@ -42,7 +42,7 @@ def _datasets(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
     for name, each in group.items():
         if hasattr(each, "items"):
             yield from _datasets(each, f"{before}{name}/")
-        elif each.dtype.kind in "biuf" and each.ndim:
+        elif each.dtype.kind in "biufc" and each.ndim:
             yield before + name, each
 
 

@@ -48,13 +48,13 @@ def open_dataset(
 
     Rows have ``"observation"`` and ``"action"``, under ``"next"`` the observation, the ``"reward"`` ``[1]``, and
     ``"done"``, ``"terminated"`` and ``"truncated"``, bool ``[1]``. Other names stay, nested where they have dots or
-    slashes. Float64 becomes float32; text is left out. Frames of videos are uint8 ``[3, H, W]``.
+    slashes. Float64 becomes float32, complex128 complex64; text is left out. Frames of videos are uint8 ``[3, H, W]``.
 
     Raises:
         FileNotFoundError: there is nothing at the path.
         ImportError: what reads the format is missing.
         KeyError: there is no such column.
-        ValueError: the format is unknown, or nothing says where trajectories end.
+        ValueError: the format is unknown, nothing says where trajectories end, or two columns are for one key.
     """
     reader = _reader(Path(source), filter_key) if isinstance(source, (str, os.PathLike)) else source
     return Recording.of(reader, keys, next_observations, keep_last)
@@ -111,7 +111,7 @@ def load_dataset(
         device: where a new buffer has its rows: as for :class:`gpubuf.LazyTensorStorage`.
         folder: have the rows in mapped files there (:class:`gpubuf.LazyMemmapStorage`). A load that was interrupted or
             killed goes on when the same call is made again; one that was complete is opened.
-        capacity: rows of a new buffer. Default: those of the data set.
+        capacity: rows of a new buffer. Default: those of the data set, or of the ``folder`` that is opened.
         keys, next_observations, keep_last, filter_key: as for :func:`open_dataset`.
         workers: threads that read and decode. Default: as many as :class:`concurrent.futures.ThreadPoolExecutor` has.
         progress: show a bar. Default: on a terminal, where rich is installed.
@@ -123,17 +123,19 @@ def load_dataset(
 
     Raises:
         gpubuf.data.storage.placement.NothingFitsError: there is no room. Nothing has been read.
-        ValueError: ``folder`` has other rows, or the files have changed since the load began.
+        ValueError: ``folder`` has other rows or another capacity, or the files have changed since the load began.
         TypeError: a buffer was given together with what a new one takes.
     """
     if buffer is not None and (options or folder is not None or capacity is not None):
         raise TypeError(f"folder, capacity and {list(options)} are for a new buffer, and one was given")
     look = {"keys": keys, "next_observations": next_observations, "keep_last": keep_last, "filter_key": filter_key}
     recording = source if isinstance(source, Recording) else open_dataset(source, **look)  # type: ignore[arg-type]
-    begin, size = 0, capacity or recording.rows
+    begin, size = 0, recording.rows if capacity is None else capacity
     if buffer is None:
         if folder is not None:
             options["storage"] = _mapped(recording, Path(folder), size)
+            if capacity not in (None, options["storage"].max_size):
+                raise ValueError(f"{folder} has room for {options['storage'].max_size} rows, got capacity={capacity}")
             begin = options["storage"].written
         elif "storage" not in options:
             options["storage"] = _in_memory(recording, device, size, options.get("sampler"))

@@ -96,7 +96,7 @@ class Column:
     Attributes:
         key: where rows have it.
         shape: of a record.
-        dtype: in which it is read: float32 for float64 in the files.
+        dtype: in which it is read: float32 for float64 in the files, complex64 for complex128.
         has_next: whether it is an observation: ``("next", *key)`` is then that of the next record, unless the files
             have a column for it.
     """
@@ -110,7 +110,8 @@ class Column:
     def of(cls, key: Key, shape: Sequence[int], dtype: Any) -> Column:
         """With the dtype in which what is stored in ``dtype`` is read."""
         given = np.dtype(dtype)
-        kept = np.dtype(np.float32) if given.kind == "f" and given.itemsize > 4 else given.newbyteorder("=")
+        widest = np.dtype({"f": np.float32, "c": np.complex64}.get(given.kind, given)).newbyteorder("=")
+        kept = widest if given.itemsize > widest.itemsize else given.newbyteorder("=")
         return cls(key, tuple(shape), kept, key[0] == "observation")
 
     @property
@@ -236,7 +237,7 @@ class Table:
         self.columns = {
             name: Column.of(key_of(name), shape[1:], dtype)
             for name, (shape, dtype) in arrays.items()
-            if shape[:1] == self.steps.end.shape and dtype.kind in "biuf" and not flag_of(name)
+            if shape[:1] == self.steps.end.shape and dtype.kind in "biufc" and not flag_of(name)
         }
 
     def tasks(self, name: str, start: int, stop: int, out: npt.NDArray[Any], /) -> Sequence[Callable[[], None]]:
@@ -266,6 +267,12 @@ class Recording:
             kept &= ~steps.end | steps.terminated
         if not kept.any():
             raise ValueError("the data set has no transitions")
+        taken = [(column.key, name) for name, column in self.columns.items()]
+        for (key, name), (other_key, other) in itertools.pairwise(sorted(taken)):
+            if other_key[: len(key)] == key:
+                raise ValueError(
+                    f"{name!r} and {other!r} are both for {as_written(key)!r} of a row: choose one by keys="
+                )
         self._kept, self._done = kept, steps.end | steps.terminated | steps.truncated
         # What leads to an observation that is no row of its own ends its trajectory.
         self._done[:-1] |= ~kept[1:]
@@ -276,12 +283,16 @@ class Recording:
         known = source.columns
         if isinstance(keys, Mapping):
             named = {name: as_key(key) for key, name in keys.items()}
+            if len(named) < len(keys):
+                raise ValueError(f"keys= takes each column for one key of a row, got {dict(keys)}")
         else:
             usual = [name for name, column in known.items() if (column.key[0],) in _NAMES or column.key[0] == "next"]
             named = {name: known[name].key if name in known else () for name in (usual if keys is None else keys)}
         missing = sorted(named.keys() - known.keys())
         if missing:
-            raise KeyError(f"the data set has no {missing[0]!r}: it has {sorted(known)}")
+            raise KeyError(
+                f"the data set has no {missing[0]!r} of numbers, one for each record: it has {sorted(known)}"
+            )
         # A recorded next observation goes with the observation.
         twins = {("next", *known[name].key): ("next", *key) for name, key in named.items() if known[name].has_next}
         for name in [name for name, column in known.items() if column.key in twins]:
@@ -350,7 +361,7 @@ class Recording:
             sampler: as for :func:`gpubuf.plan`.
             in_files: of mapped files, which have next observations too.
         """
-        size = capacity or self.rows
+        size = self.rows if capacity is None else capacity
         # Imports this package.
         from gpubuf.planning import plan
 

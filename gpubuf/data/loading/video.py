@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from gpubuf.data.loading.recording import needed
 
-#: Frames that a task decodes at least. A video that can't be entered so often is decoded by threads of FFmpeg's.
-LEAST = 8
+#: Frames that a task decodes at least: to enter a video costs little, and many tasks leave few threads idle at a
+#: piece's end. A video that can't be entered nearly so often is decoded by threads of FFmpeg's.
+LEAST = 4
 
 Frames = Iterator[Any]
 
@@ -47,7 +48,7 @@ class VideoFile:
         enters = {pts: dts for (pts, dts, key), least in zip(packets, later, strict=True) if key and pts < least}
         self._decoded_at = list(enters.values())
         self._entries = np.searchsorted(self._shown, list(enters))
-        self._threads = 1 if len(packets) <= 8 * LEAST * len(enters) else 0
+        self._threads = 1 if len(packets) <= 16 * LEAST * len(enters) else 0
         self._idle: list[Any] = []
         self._open_at: tuple[int, Frames] = (-1, iter(()))
 

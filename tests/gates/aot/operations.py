@@ -333,7 +333,8 @@ def run_rows(record: Recorder) -> None:
             how = rows.Reading(law=law, numbers=floats(2, dtype=torch.float64))
             record.run(rows.sample, table, ring, rng, n, capacity, n_bytes, *how)
         record.run(rows.extend, table, keys(n, n_keys, n_bytes), ring, n, capacity)
-        record.run(rows.write, table, keys(n, n_keys, n_bytes), ring, index, capacity)
+        for generation in (None, index):
+            record.run(rows.write, table, keys(n, n_keys, n_bytes), ring, index, capacity, generation)
     # Codecs alone; transitions; observations stored once with random processing; windows; and all in a huge storage.
     index = ints(256)
     for capacity, n_steps, links, noise, windows in (

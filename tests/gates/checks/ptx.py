@@ -92,6 +92,20 @@ def test_what_a_launch_costs(executor):
 
 
 @triton.jit
+def scaled_kernel(x_ptr, factor_ptr, out_ptr, BLOCK: tl.constexpr):  # noqa: N803
+    i = tl.arange(0, BLOCK)
+    tl.store(out_ptr + i, tl.load(x_ptr + i) * tl.load(factor_ptr))
+
+
+def test_a_number_that_all_threads_read_is_loaded_once_for_each_warp(executor):
+    x, out = torch.arange(128, dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
+    scaled_kernel[(1,)](x, torch.tensor([3], dtype=torch.int32), out, BLOCK=128, num_warps=4)
+    assert torch.equal(out, 3 * x)
+    (launch,) = executor.launches
+    assert (launch.bytes_loaded, launch.bytes_stored) == (4 * 128 + 4 * 4, 4 * 128)
+
+
+@triton.jit
 def aliased_kernel(out_ptr, n, ALIAS: tl.constexpr):  # noqa: N803
     start = 0
     below = start if ALIAS else -1

@@ -22,9 +22,13 @@ from benchmarks.studies.kernels import SIZES, calls, other_calls
 from gpubuf.data import writing
 from gpubuf.kernels import _registry, config
 from tests.gates.ptx.launch import Executor
+from tests.support.dispatched import Dispatched
 
 COUNTED = ("kernel", "programs", "warps", "instructions", "most_instructions", "bytes_loaded", "bytes_stored", "trips")
 """What is written down of a :class:`~tests.gates.ptx.launch.Launch`."""
+
+WITHOUT_LAUNCH = ("aten::set_", "aten::empty", "aten::new_empty", "aten::_reshape_alias")
+"""Operations of PyTorch that are no views, and only make tensors."""
 
 
 @contextlib.contextmanager
@@ -43,8 +47,17 @@ def of_training(most: int | None = None) -> Iterator[tuple[str, Callable[[], obj
     yield from itertools.chain(*(calls(kind, sizes[:most]) for kind, sizes in SIZES.items()), other_calls())
 
 
+def is_launch(operation: Any) -> bool:
+    """Whether PyTorch would launch a kernel of its own: it computes, and not by ours."""
+    name = operation.name()
+    return name.startswith("aten::") and not (operation.is_view or name.startswith(WITHOUT_LAUNCH))
+
+
 def count(named: Iterable[tuple[str, Callable[[], object]]]) -> list[dict[str, Any]]:
-    """What every call launches, and what each launch executes."""
+    """What every call launches, what each launch executes, and how many ``others`` PyTorch would launch.
+
+    Those are of tensors on a CPU: they count where a GPU has the same, not checks of an index that only a CPU makes.
+    """
     torch.manual_seed(0)
     executor, found = Executor(), []
     # Buffers are filled on the CPU, and would go on with the writes that are prepared there.
@@ -54,11 +67,13 @@ def count(named: Iterable[tuple[str, Callable[[], object]]]) -> list[dict[str, A
             # The first call of a kind allocates, and may launch what later ones don't.
             for _ in range(2):
                 executor.launches.clear()
-                with mock.patch.object(_registry, "_triton_on_cpu", True):
+                with mock.patch.object(_registry, "_triton_on_cpu", True), Dispatched() as dispatched:
                     call()
             launches = [{what: getattr(each, what) for what in COUNTED} for each in executor.launches]
+            others = sum(is_launch(operation) for operation, _ in dispatched.calls)
             kernels = Counter(each["kernel"] for each in launches)
             found.append({"call": name, "total": len(launches), "kernels": kernels, "launches": launches})
+            found[-1]["others"] = others
     return found
 
 

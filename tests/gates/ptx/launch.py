@@ -46,8 +46,8 @@ class Launch:
         warps: of one program.
         instructions: warp instructions of all programs.
         most_instructions: those of the program that has most.
-        bytes_loaded: from global memory, of all threads.
-        bytes_stored: to global memory.
+        bytes_loaded: from global memory; what neighbours in a warp ask for at one address is loaded once.
+        bytes_stored: to global memory, likewise.
         barriers: that one warp passes, at most.
         atomics: of all threads.
         trips: how often a warp waits for global memory one after the other, at most; see

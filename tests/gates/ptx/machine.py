@@ -280,13 +280,21 @@ class Machine:
             where = f"{what} of {size} bytes at {int(address[(address & (size - 1)) != 0][0]):#x}"
             raise PtxFaultError("misaligned", where, place)
 
+    def _moved_bytes(self, lanes: np.ndarray | None, chosen: Any, address: np.ndarray, size: int) -> int:
+        """Of an access: what neighbours in a warp ask for at one address is moved once."""
+        if not address.size:
+            return 0
+        warp = take(self._everyone, lanes)[: self.count][chosen] // 32
+        changes = np.count_nonzero((warp[1:] != warp[:-1]) | (address[1:] != address[:-1]))
+        return size * (1 + int(changes))
+
     def load_global(
         self, lanes: np.ndarray | None, address: Any, guard: Any, dtype: str, count: int, place: str
     ) -> list[np.ndarray]:
         size = int(dtype[1:])
         chosen, address = self._chosen(lanes, guard, address)
         self._check(address, size * count, size, place, "load")
-        self.loaded += address.size * size * count
+        self.loaded += self._moved_bytes(lanes, chosen, address, size * count)
         return self._spread(chosen, [gather(address + k * size, size) for k in range(count)], dtype)
 
     def store_global(
@@ -294,7 +302,7 @@ class Machine:
     ) -> None:
         chosen, address = self._chosen(lanes, guard, address)
         self._check(address, size * len(values), size, place, "store")
-        self.stored += address.size * size * len(values)
+        self.stored += self._moved_bytes(lanes, chosen, address, size * len(values))
         for k, value in enumerate(values):
             scatter(address + k * size, size, self._all(value)[chosen])
 

@@ -16,6 +16,7 @@ def blocks(which: str) -> Iterator[None]:
     """Launch with one of :data:`BLOCKS`."""
     from gpubuf.kernels import config
     from gpubuf.kernels.config import BlockConfig, DrawConfig, IndexConfig, RowsConfig, SliceConfig, UpdateConfig
+    from gpubuf.kernels.rows import _launch as rows_launch
     from gpubuf.kernels.sum_tree import _launch as sum_tree_launch
     from gpubuf.kernels.trajectories import _launch
 
@@ -23,6 +24,8 @@ def blocks(which: str) -> Iterator[None]:
         yield
         return
     with (
+        mock.patch.object(rows_launch, "SPREAD", 1),
+        mock.patch.object(rows_launch, "WIDE_KEY", 0),
         mock.patch.object(_launch, "ELIGIBLE_WORDS", 1),
         mock.patch.object(_launch, "BLOCK_ROWS", 8),
         mock.patch.object(_launch, "RETURN_STEPS", 4),
