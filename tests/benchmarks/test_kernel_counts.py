@@ -202,3 +202,34 @@ def test_loads_that_are_under_way_together_are_one_trip():
         trips.count(1, counts, pending, warps)
     trips.count(2, counts, pending, slice(None))
     assert counts.tolist() == [2, 2]
+
+
+COPIES = """
+.visible .entry a_kernel(
+)
+.reqntid 32
+{
+    cp.async.cg.shared.global [%r1], [%rd1], 16;
+    cp.async.commit_group;
+    cp.async.cg.shared.global [%r2], [%rd2], 16;
+    cp.async.commit_group;
+$L__loop:
+    cp.async.wait_group 1;
+    cp.async.cg.shared.global [%r1], [%rd1], 16;
+    cp.async.commit_group;
+    @%p1 bra $L__loop;
+    cp.async.wait_group 0;
+    ret;
+}
+"""
+
+
+def test_copies_that_are_under_way_together_are_one_trip():
+    """Two groups are ahead of the one that is waited for: every second turn of the loop finds its group there."""
+    trips = Trips(parse(COPIES))
+    counts, pending = np.zeros((2, 1), np.int64)
+    found = []
+    for block in (0, 1, 1, 1, 1, 2):
+        trips.count(block, counts, pending, slice(None))
+        found.append(int(counts[0]))
+    assert found == [0, 1, 1, 2, 2, 3]

@@ -36,7 +36,7 @@ def kernels_in(name: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checks", ["ttir", "faults", "ptx"])
+@pytest.mark.parametrize("checks", ["ttir", "faults", "ptx", "products"])
 def test_the_gates_themselves(checks, tmp_path):
     """Case 47: a name that enters a loop as another one. Case 48: an integer that is 1 in a tuple."""
     done = run_pytest(f"tests/gates/checks/{checks}.py", report=tmp_path / "report.json")
@@ -74,10 +74,10 @@ def test_ttir(name, every, tmp_path):
 @pytest.mark.parametrize(
     "every", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.nightly)]
 )
-@pytest.mark.parametrize("name", RUNS)
-def test_ptx(name, every, tmp_path):
-    """The PTX for sm_90, with warps in random order; all tests in both orders."""
-    arguments = RUNS[name].arguments([RUNS[name].ptx_blocks], every=every)
+@pytest.mark.parametrize(("name", "target"), [(name, target) for name in RUNS for target in RUNS[name].targets])
+def test_ptx(name, target, every, tmp_path):
+    """The PTX, with warps in random order; all tests in both orders."""
+    arguments = [*RUNS[name].arguments([RUNS[name].ptx_blocks], every=every), "--ptx-target", target]
     orders = ORDERS if every else ["warps"]
     found, _ = executed(tmp_path / "report.json", *arguments, "--ptx", *orders, "-m", OF_THE_GATES)
     assert not kernels_in(name).keys() - found.keys(), "not executed"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gpubuf.kernels import _registry
+from tests.support.floats import bfloat16_to_float32, float32_to_bfloat16, product
 
 
 class InterpreterUnavailableError(RuntimeError):
@@ -31,20 +32,41 @@ def check_interpreter() -> None:
 
 @functools.cache
 def _repair_interpreter() -> None:
-    """Let comparisons of numbers be masks, as they are on a GPU.
+    """Let comparisons of numbers be masks, and bfloat16 and products be what they are on a GPU.
 
     The interpreter takes such a comparison for a number of its operands' dtype when it broadcasts it, and that of
-    Triton 3.9 refuses masks that are not boolean.
+    Triton 3.9 refuses masks that are not boolean. It truncates what becomes bfloat16, and takes the bits of bfloat16
+    for integers where it computes with them. Of a product it ignores the precision: TF32 would be exact.
     """
     from triton import language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np_dtype
 
-    broadcast = InterpreterBuilder.create_splat
+    broadcast, compute = InterpreterBuilder.create_splat, InterpreterBuilder.binary_op
 
     def create_splat(self: Any, kind: Any, value: Any) -> Any:
         return broadcast(self, kind, TensorHandle(value.data, tl.int1) if value.data.dtype == bool else value)
 
-    InterpreterBuilder.create_splat = create_splat
+    def number(handle: Any) -> Any:
+        return bfloat16_to_float32(handle.data) if handle.dtype.scalar == tl.bfloat16 else handle.data
+
+    def handle_of(data: Any, kind: Any) -> Any:
+        kept = float32_to_bfloat16(data) if kind == tl.bfloat16 else data.astype(_get_np_dtype(kind), copy=False)
+        return TensorHandle(kept, kind)
+
+    def cast_impl(self: Any, source: Any, kind: Any) -> Any:
+        return handle_of(number(source), kind.scalar)
+
+    def binary_op(self: Any, a: Any, b: Any, function: Any) -> Any:
+        if a.dtype.scalar != tl.bfloat16:
+            return compute(self, a, b, function)
+        found = function(number(a), number(b))
+        return TensorHandle(found, tl.int1) if found.dtype == bool else handle_of(found, tl.bfloat16)
+
+    def create_dot(self: Any, a: Any, b: Any, add: Any, precision: Any, _: int) -> Any:
+        return TensorHandle(product(number(a), number(b), add.data, precision.name.lower()), add.dtype.scalar)
+
+    for replacement in (create_splat, cast_impl, binary_op, create_dot):
+        setattr(InterpreterBuilder, replacement.__name__, replacement)
 
 
 def triton_on_cpu_enabled() -> bool:

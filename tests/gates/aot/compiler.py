@@ -38,6 +38,9 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 OTHERS = ("sm_89", "sm_120", "gfx1100", "gfx1201")
 """GPUs for work stations. The most demanding spec of each kernel is compiled for them."""
 
+SHARED_KIB = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}
+"""Shared memory that a program may have on NVIDIA's; on AMD's it has 64 KiB."""
+
 UNALIGNED = ":unaligned"
 
 GATES = (*TARGETS, f"sm_90{UNALIGNED}")
@@ -220,6 +223,10 @@ def assembly(spec: AotSpec, target: str) -> tuple[str, dict[str, Any], str]:
 
 def _compile(spec: AotSpec, target: str) -> Compiled:
     code, metadata, log = assembly(spec, target)
+    # Triton asks for the limit when it loads the code, and ptxas does not know what a launch adds.
+    limit = 1024 * SHARED_KIB.get(target.removesuffix(UNALIGNED), 64)
+    if metadata["shared"] > limit:
+        raise ValueError(f"{metadata['shared']} bytes of shared memory, where {target} has {limit}")
     found = _ptxas_resources(code, log) if target.startswith("sm_") else _amdgcn_resources(code)
     return Compiled(str(spec), target, shared_bytes=metadata["shared"], **found)
 

@@ -97,6 +97,19 @@ def test_barriers(executor, barrier, same, found):
 
 
 @triton.jit
+def rare_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):  # noqa: N803
+    i = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i)
+    tl.store(x_ptr + i, x + 1)
+    tl.store(out_ptr + i, tl.load(x_ptr + tl.where(i == 3333, 3334, BLOCK + i)))
+
+
+def test_one_place_in_conflict_among_many_that_do_no_harm(executor):
+    rare_kernel[(1,)](torch.zeros(16384), torch.zeros(8192), BLOCK=8192)
+    assert executor.report.kinds() == {"barrier", "same-lane", "truncated"}
+
+
+@triton.jit
 def duplicate_kernel(x_ptr, EQUAL: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
     i = tl.arange(0, BLOCK)
     tl.store(x_ptr + i // 2, i * 0 + 5 if EQUAL else i)

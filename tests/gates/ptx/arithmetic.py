@@ -6,20 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.floats import bfloat16_to_float32, float32_to_bfloat16, truncated
+
 
 def take(value: Any, lanes: np.ndarray | None) -> Any:
     """A value in some lanes, None for all."""
     return value if lanes is None or not value.ndim else value[lanes]
-
-
-def bfloat16_to_float32(bits: Any) -> Any:
-    return (bits.astype("u4") << np.uint32(16)).view("f4")
-
-
-def float32_to_bfloat16(value: Any) -> Any:
-    bits = np.ascontiguousarray(value, "f4").view("u4")
-    rounded = (bits + ((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF)) >> np.uint32(16)
-    return np.where(np.isnan(value), np.uint16(0x7FFF), rounded.astype("u2"))
 
 
 def divide(a: Any, b: Any) -> Any:
@@ -130,7 +122,50 @@ def reciprocal_of_high_half(value: Any) -> Any:
     return ((np.float64(1) / value).view("u8") & np.uint64(0xFFFFFFFF00000000)).view("f8")
 
 
-def packed(function: Any, a: Any, b: Any, dtype: str) -> Any:
-    """An operation on the two halves of 32 bits."""
-    halves = function(np.atleast_1d(a).view(dtype), np.atleast_1d(b).view(dtype))
-    return np.ascontiguousarray(halves).view("u4")
+def packed(function: Any, kind: str, *operands: Any) -> Any:
+    """An operation on bfloat16, which is computed as float32, or on the parts of a register, such as ``f16x2``."""
+    kind = kind.removesuffix("x2")
+    given = "u2" if kind == "bf16" else f"{kind[0]}{int(kind[1:]) // 8}"
+    parts = [np.ascontiguousarray(operand)[..., None].view(given) for operand in operands]
+    if kind == "bf16":
+        found = float32_to_bfloat16(function(*map(bfloat16_to_float32, parts)))
+    else:
+        found = np.ascontiguousarray(function(*parts))
+    return found.view(operands[0].dtype)[..., 0]
+
+
+def half(value: Any, place: int, kind: str) -> Any:
+    """The lower or the upper half of a register, as a number."""
+    bits = (value >> np.uint32(16 * place)).astype("u2")
+    return bfloat16_to_float32(bits) if kind == "bf16x2" else bits.view("f2")
+
+
+def matrix_product(kind: str, a: list[Any], b: list[Any], c: list[Any]) -> list[Any]:
+    """``mma``, of all warps: the registers of ``a @ b + c``, of those of the operands, with an element per lane.
+
+    Of each 8 by 4 elements of an operand, or that many pairs of 16 bits, a lane has one; columns come in fours, rows in
+    eights, of which two take turns. TF32 is truncated. Sums are those of float32, or of float64; a device rounds the
+    terms of float32 otherwise.
+    """
+    outer = np.dtype(np.float64 if kind == "f64" else np.float32)
+
+    def lanes(registers: list[Any]) -> Any:
+        """[register, warp, row or column of 8, place of 4, element of the register]."""
+        found = np.stack(registers).reshape(len(registers), -1, 8, 4)[..., None]
+        if kind in ("f64", "tf32"):
+            return found.view("f8") if kind == "f64" else truncated(found)
+        return bfloat16_to_float32(found.view("u2")) if kind == "bf16" else found.view("f2").astype(outer)
+
+    first, second = lanes(a), lanes(b)
+    _, warps, *_, pack = second.shape
+    depth = 4 * pack * second.shape[0]
+    height = 8 * len(a) * 4 * pack // depth
+    first = first.reshape(-1, height // 8, warps, 8, 4, pack).transpose(2, 1, 3, 0, 4, 5).reshape(warps, height, depth)
+    second = second.transpose(1, 0, 3, 4, 2).reshape(warps, depth, 8)
+    # The sum has two columns in a lane: in registers of their own, or as a pair of float16.
+    of_halves = len(c) < height // 4
+    third = np.stack(c).view("f2" if of_halves else outer).reshape(height // 8, -1, warps, 8, 4, 1 + of_halves)
+    third = third.transpose(2, 0, 3, 4, 1, 5).reshape(warps, height, 8).astype(outer)
+    found = (np.matmul(first, second) + third).reshape(warps, height // 8, 8, 4, 2 - of_halves, 1 + of_halves)
+    found = found.transpose(1, 4, 0, 2, 3, 5).astype("f2" if of_halves else outer)
+    return list(np.ascontiguousarray(found).view(c[0].dtype).reshape(len(c), -1))

@@ -1,7 +1,7 @@
 """``python -m tests.gates.ptx.counts``: what the calls of :mod:`benchmarks.studies.kernels` execute, as JSON.
 
-With ``--small`` of 256 rows alone, with ``--windows`` those of :mod:`benchmarks.studies.windows`. Triton must not be in
-its interpreter's mode.
+With ``--small`` of 256 rows alone, with ``--windows`` those of :mod:`benchmarks.studies.windows`, with ``--sm_80`` or
+``--sm_120`` as they are compiled for another GPU than sm_90. Triton must not be in its interpreter's mode.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from benchmarks.studies import windows
 from benchmarks.studies.kernels import SIZES, calls, other_calls
 from gpubuf.data import writing
 from gpubuf.kernels import _registry, config
-from tests.gates.ptx.launch import Executor
+from tests.gates.ptx.launch import TARGETS, Executor
 from tests.support.dispatched import Dispatched
 
-COUNTED = ("kernel", "programs", "warps", "instructions", "most_instructions", "bytes_loaded", "bytes_stored", "trips")
+COUNTED = (
+    "kernel", "programs", "warps", "instructions", "most_instructions", "bytes_loaded", "bytes_stored", "trips",
+    "products", "flops",
+)  # fmt: skip
 """What is written down of a :class:`~tests.gates.ptx.launch.Launch`."""
 
 WITHOUT_LAUNCH = ("aten::set_", "aten::empty", "aten::new_empty", "aten::_reshape_alias")
@@ -53,13 +56,13 @@ def is_launch(operation: Any) -> bool:
     return name.startswith("aten::") and not (operation.is_view or name.startswith(WITHOUT_LAUNCH))
 
 
-def count(named: Iterable[tuple[str, Callable[[], object]]]) -> list[dict[str, Any]]:
+def count(named: Iterable[tuple[str, Callable[[], object]]], target: str = TARGETS[0]) -> list[dict[str, Any]]:
     """What every call launches, what each launch executes, and how many ``others`` PyTorch would launch.
 
     Those are of tensors on a CPU: they count where a GPU has the same, not checks of an index that only a CPU makes.
     """
     torch.manual_seed(0)
-    executor, found = Executor(), []
+    executor, found = Executor(target=target), []
     # Buffers are filled on the CPU, and would go on with the writes that are prepared there.
     general = mock.patch.object(writing, "runs_at_once", return_value=False)
     with shaped_as_on_a_gpu(), executor.installed(), general:
@@ -80,4 +83,5 @@ def count(named: Iterable[tuple[str, Callable[[], object]]]) -> list[dict[str, A
 if __name__ == "__main__":
     torch.set_num_threads(1)
     asked = windows.calls() if "--windows" in sys.argv else of_training(1 if "--small" in sys.argv else None)
-    print(json.dumps(count(asked)))
+    target = next((target for target in TARGETS if f"--{target}" in sys.argv), TARGETS[0])
+    print(json.dumps(count(asked, target)))

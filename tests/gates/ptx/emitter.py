@@ -19,6 +19,7 @@ import numpy as np
 from tests.gates.ptx import arithmetic
 from tests.gates.ptx.parse import Instruction, Kernel, names
 from tests.gates.ptx.trips import Trips
+from tests.support import floats
 
 DONE = 1 << 28
 """The block that comes after the last one."""
@@ -29,7 +30,7 @@ _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="
 _COMPARE["hs"] = ">="
 _ROUNDING = {"rzi": "np.trunc", "rmi": "np.floor", "rni": "np.rint", "rpi": "np.ceil"}
 _LOGIC = {"and": "&", "or": "|", "xor": "^"}
-EXCHANGES = ("shfl", "vote", "redux", "ldmatrix", "stmatrix")
+EXCHANGES = ("shfl", "vote", "redux", "ldmatrix", "stmatrix", "mma")
 _SPECIAL = {
     f"%{name}.{axis}": f"m.{name}({i}, lanes)"
     for name in ("tid", "ctaid", "nctaid", "ntid")
@@ -46,8 +47,8 @@ _PURE = {
 
 def dtype_of(kind: str) -> str:
     """NumPy's name of a PTX type."""
-    if kind in ("bf16", "f16x2", "bf16x2", "s16x2", "u16x2"):
-        return "u2" if kind == "bf16" else "u4"
+    if kind.startswith("bf16") or "x2" in kind:
+        return {"bf16": "u2", "f32x2": "u8"}.get(kind, "u4")
     return "b1" if kind == "pred" else f"{_KINDS[kind[0]]}{int(kind[1:]) // 8}"
 
 
@@ -65,6 +66,10 @@ def bits_of(register: str) -> str:
     if found is None:
         raise NotImplementedError(f"register {register}")
     return _BITS[found[1]]
+
+
+class NotExecutedError(NotImplementedError):
+    """An instruction that only a device executes."""
 
 
 @dataclass
@@ -92,7 +97,7 @@ def translate(kernel: Kernel) -> Program:
     """Translate all blocks of a kernel."""
     flow = _Flow(kernel)
     numbers = {name: i for i, name in enumerate(sorted(set().union(*flow.live_in)))}
-    namespace: dict[str, Any] = {"np": np, "DONE": DONE, **vars(arithmetic)}
+    namespace: dict[str, Any] = {"np": np, "DONE": DONE, **vars(floats), **vars(arithmetic)}
     constants: dict[tuple[str, int], str] = {}
     sources = []
     for number, block in enumerate(kernel.blocks):
@@ -200,6 +205,9 @@ class _Block:
             return _SPECIAL[operand] if dtype == "u4" else f"{_SPECIAL[operand]}.astype({dtype!r})"
         if operand[0] == "%":
             return self._register(operand, dtype)
+        if parameter := re.fullmatch(r"\w+_param_(\d+)", operand):
+            # As if each were 8 bytes behind the one before.
+            return self._constant(dtype, 8 * int(parameter[1]))
         if operand == "global_smem":
             return self._constant(dtype, 0)
         if operand[:2].lower() in ("0f", "0d"):
@@ -237,11 +245,15 @@ class _Block:
     # Instructions
 
     def _begin(self, instruction: Instruction) -> None:
+        if "relu" in instruction.parts:
+            raise NotImplementedError(".".join(instruction.parts))
         self.guard = None
         if instruction.guard:
             self.guard = ("~" if instruction.negated else "") + self._value(instruction.guard, "b1")
-        for name in instruction.read:
-            if name in self.flow.unset:
+        # The halves of a register may be put together though nobody reads one of them.
+        unset = self.flow.unset.intersection(instruction.read)
+        if instruction.op != "mov" or len(unset) == len(set(instruction.read)):
+            for name in sorted(unset):
                 self._line(f"m.unset({name!r}, {instruction.place!r})")
 
     def _end(self, instruction: Instruction) -> str:
@@ -264,14 +276,22 @@ class _Block:
 
     def _result(self, instruction: Instruction, template: str, dtype: str = "") -> None:
         """Write what an expression gives of operands that have the instruction's type."""
+        if len(set(re.findall(r"{\d}", template))) != len(instruction.operands) - 1:
+            raise NotImplementedError(" ".join([".".join(instruction.parts), *instruction.operands]))
+        if instruction.type in ("bf16", "f16") and instruction.parts[-2] == "f32":
+            # Of sm_100 and later: all operands but the last one are narrower than the result.
+            *narrow, last = instruction.operands[1:]
+            values = [f"{self._number(operand, instruction.type)}.astype('f4')" for operand in narrow]
+            self._write(instruction.operands[0], template.format(*values, self._value(last, "f4")), "f4")
+            return
         own = dtype_of(instruction.type)
         if own[0] == "i" and instruction.op in ("add", "sub", "neg", "not"):
             own = f"u{own[1:]}"
-        if instruction.type in ("bf16", "f16x2", "bf16x2"):
-            raise NotImplementedError(".".join(instruction.parts))
-        if instruction.type in ("s16x2", "u16x2"):
-            function = {"add": "np.add", "sub": "np.subtract", "min": "np.minimum", "max": "np.maximum"}[instruction.op]
-            template = f"packed({function}, {{0}}, {{1}}, '{instruction.type[0].replace('s', 'i')}2')"
+        if instruction.type.startswith("bf16") or "x2" in instruction.type:
+            operands = "abc"[: len(instruction.operands) - 1]
+            function = f"lambda {', '.join(operands)}: {template.format(*operands)}"
+            kind = instruction.type.replace("s", "i")
+            template = f"packed({function}, {kind!r}, {', '.join(f'{{{k}}}' for k in range(len(operands)))})"
         values = [self._value(operand, own) for operand in instruction.operands[1:]]
         self._write(instruction.operands[0], template.format(*values), dtype or own)
 
@@ -305,23 +325,26 @@ class _Block:
 
     def _setp(self, instruction: Instruction) -> None:
         comparison, kind = instruction.parts[1], instruction.type
-        left, right = (self._number(operand, kind) for operand in instruction.operands[1:3])
-        if comparison in ("num", "nan"):
-            test = f"(np.isnan({left}) | np.isnan({right}))"
-            test = f"~{test}" if comparison == "num" else test
-        elif comparison not in _COMPARE:
-            test = f"(({left} {_COMPARE[comparison[:-1]]} {right}) | np.isnan({left}) | np.isnan({right}))"
-        else:
-            test = f"({left} {_COMPARE[comparison]} {right})"
-            if comparison == "ne" and kind[0] in "fb" and kind not in ("b16", "b32", "b64"):
-                test = f"({test} & ~np.isnan({left}) & ~np.isnan({right}))"
-        if instruction.parts[2] in _LOGIC:
-            test = f"{test} {_LOGIC[instruction.parts[2]]} {self._value(instruction.operands[3], 'b1')}"
-        self._write(instruction.operands[0].partition("|")[0], test, "b1")
+        for place, target in enumerate(instruction.written):
+            left, right = (self._number(operand, kind, place) for operand in instruction.operands[1:3])
+            if comparison in ("num", "nan"):
+                test = f"(np.isnan({left}) | np.isnan({right}))"
+                test = f"~{test}" if comparison == "num" else test
+            elif comparison not in _COMPARE:
+                test = f"(({left} {_COMPARE[comparison[:-1]]} {right}) | np.isnan({left}) | np.isnan({right}))"
+            else:
+                test = f"({left} {_COMPARE[comparison]} {right})"
+                if comparison == "ne" and kind[0] in "fb" and kind not in ("b16", "b32", "b64"):
+                    test = f"({test} & ~np.isnan({left}) & ~np.isnan({right}))"
+            if instruction.parts[2] in _LOGIC:
+                test = f"{test} {_LOGIC[instruction.parts[2]]} {self._value(instruction.operands[3], 'b1')}"
+            self._write(target, test, "b1")
 
-    def _number(self, operand: str, kind: str) -> str:
-        """An operand as what its type says, bfloat16 as float32."""
+    def _number(self, operand: str, kind: str, place: int = 0) -> str:
+        """An operand, or one half of it, as what its type says, bfloat16 as float32."""
         value = self._value(operand, dtype_of(kind))
+        if kind in ("f16x2", "bf16x2"):
+            return f"half({value}, {place}, {kind!r})"
         return f"bfloat16_to_float32({value})" if kind == "bf16" else value
 
     def _shl(self, instruction: Instruction) -> None:
@@ -359,6 +382,9 @@ class _Block:
             self._write(target, f"({high}.astype('u4') << {self._constant('u4', 16)}) | {low}.astype('u4')", "u4")
             return
         value = self._number(sources[0], source)
+        if to == "tf32":
+            self._write(target, f"rounded({value})", "f4")
+            return
         rounding = next((_ROUNDING[part] for part in instruction.parts if part in _ROUNDING), None)
         if to == "bf16":
             self._write(target, self._narrow(value, to), "u2")
@@ -394,9 +420,11 @@ class _Block:
 
     def _min(self, instruction: Instruction) -> None:
         name = {"min": "minimum", "max": "maximum"}[instruction.op]
-        if instruction.type[0] == "f" and "NaN" not in instruction.parts:
+        if "f" in instruction.type and "NaN" not in instruction.parts:
             name = f"f{instruction.op}"
-        self._result(instruction, f"np.{name}({{0}}, {{1}})")
+        pair = f"np.{name}({{0}}, {{1}})"
+        # That for sm_100 and later may have three operands.
+        self._result(instruction, pair if len(instruction.operands) == 3 else f"np.{name}({pair}, {{2}})")
 
     _max = _min
 
@@ -428,9 +456,8 @@ class _Block:
         targets, dtype = names(instruction.operands[0]), dtype_of(instruction.type)
         if instruction.parts[1] == "param":
             number = re.match(r"\[\w+_param_(\d+)\]$", instruction.operands[1])
-            if number is None:
-                raise NotImplementedError(f"parameter {instruction.operands[1]}")
-            self._write(targets[0], f"m.parameter({number[1]}, {dtype!r})", dtype)
+            place = number[1] if number else f"({self._address(instruction.operands[1])}) // 8"
+            self._write(targets[0], f"m.parameter({place}, {dtype!r})", dtype)
             return
         call = f"m.load_{_space(instruction)}(lanes, {self._address(instruction.operands[1])}, "
         self._assign(targets, f"{call}{self.guard}, {dtype!r}, {len(targets)}, {instruction.place!r})", dtype)
@@ -448,9 +475,12 @@ class _Block:
         operands = instruction.operands if instruction.op == "atom" else ("_", *instruction.operands)
         action = next(part for part in instruction.parts if part in ("add", "min", "max", "exch", "cas", *_LOGIC))
         dtype = dtype_of(instruction.type)
-        values = ", ".join(self._value(operand, dtype) for operand in operands[2:])
-        call = f"m.atomic(lanes, {self._address(operands[1])}, {self.guard}, {action!r}, [{values}], {dtype!r}"
-        self._assign([operands[0]], f"{call}, {instruction.place!r}),", dtype)
+        address, targets = self._address(operands[1]), names(operands[0])
+        for k, given in enumerate(zip(*map(names, operands[2:]), strict=True)):
+            values = ", ".join(self._value(operand, dtype) for operand in given)
+            place = f"{address} + {self._constant('i8', k * int(dtype[1:]))}" if k else address
+            call = f"m.atomic(lanes, {place}, {self.guard}, {action!r}, [{values}], {dtype!r}, {instruction.place!r})"
+            self._assign([targets[k % len(targets)]], f"{call},", dtype)
 
     _red = _atom
 
@@ -477,10 +507,38 @@ class _Block:
 
     def _ldmatrix(self, instruction: Instruction) -> None:
         targets = names(instruction.operands[0])
-        address = self._address(instruction.operands[1])
-        self._assign(targets, f"m.load_matrix(lanes, {address}, {len(targets)}, {instruction.place!r})", "u4")
+        address, turned = self._address(instruction.operands[1]), "trans" in instruction.parts
+        self._assign(targets, f"m.load_matrix(lanes, {address}, {len(targets)}, {turned}, {instruction.place!r})", "u4")
 
     def _stmatrix(self, instruction: Instruction) -> None:
         values = ", ".join(self._value(name, "u4") for name in names(instruction.operands[1]))
         address = self._address(instruction.operands[0])
         self._line(f"m.store_matrix(lanes, {address}, [{values}], {instruction.place!r})")
+
+    def _mma(self, instruction: Instruction) -> None:
+        kind = instruction.parts[7]
+        if instruction.parts[4:6] != ("row", "col") or kind not in ("tf32", "bf16", "f16", "f64"):
+            raise NotImplementedError(".".join(instruction.parts))
+        a, b, c = (
+            [self._value(name, bits_of(name)) for name in names(operand)] for operand in instruction.operands[1:]
+        )
+        call = f"m.multiply(lanes, [{', '.join(a)}], [{', '.join(b)}], [{', '.join(c)}], {kind!r}, {self.guard}, "
+        self._assign(names(instruction.operands[0]), f"{call}{instruction.place!r})", f"u{8 if kind == 'f64' else 4}")
+
+    def _wgmma(self, instruction: Instruction) -> None:
+        name = ".".join(instruction.parts)
+        raise NotExecutedError(f"{name} is not executed here, only on a device: compile for sm_80 or sm_120")
+
+    def _cp(self, instruction: Instruction) -> None:
+        what = instruction.copies
+        if what == "commit_group":
+            self._line("m.commit(lanes)")
+        elif what in ("wait_group", "wait_all"):
+            self._line(f"m.arrive(lanes, {instruction.newest})")
+        elif what in ("ca", "cg"):
+            target, source = map(self._address, instruction.operands[:2])
+            size, read = int(instruction.operands[2], 0), self._value(instruction.operands[-1], "u4")
+            call = f"m.copy(lanes, {target}, {source}, {self.guard}, {size}, {read}, {instruction.place!r})"
+            self._line(call)
+        else:
+            raise NotExecutedError(f"{'.'.join(instruction.parts)} is not executed here, only on a device")

@@ -12,17 +12,21 @@ from typing import Any
 import numpy as np
 import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
 from triton.runtime.cache import get_cache_manager
 
 from tests.gates.ptx.emitter import Program, translate
 from tests.gates.ptx.machine import Machine, PtxFaultError
 from tests.gates.ptx.parse import parse
-from tests.gates.ttir.launch import TARGET, Compiled
+from tests.gates.ttir.launch import Compiled
 from tests.gates.ttir.launch import Executor as TtirExecutor
 
 ORDERS = ("lockstep", "warps")
 """Of warps: all go on together, or a random part of them runs ahead to the next barrier."""
+
+TARGETS = ("sm_90", "sm_80", "sm_120")
+"""GPUs whose code is executed. That for sm_90 multiplies blocks of 64 rows and more in a way that only a device has."""
 
 LANES = 4096
 """As many threads of programs are executed at once."""
@@ -50,6 +54,8 @@ class Launch:
         bytes_stored: to global memory, likewise.
         barriers: that one warp passes, at most.
         atomics: of all threads.
+        products: ``mma``, of all warps.
+        flops: what these compute, by the type of their operands: ``tf32``, ``bf16``, ``f16``, ``f64``.
         trips: how often a warp waits for global memory one after the other, at most; see
             :class:`~tests.gates.ptx.trips.Trips`.
     """
@@ -63,6 +69,8 @@ class Launch:
     bytes_stored: int = 0
     barriers: int = 0
     atomics: int = 0
+    products: int = 0
+    flops: Counter[str] = field(default_factory=Counter)
     trips: int = 0
     _places: list[Counter[str]] = field(default_factory=list, repr=False, compare=False)
     _executed: Any = field(default=0, repr=False, compare=False)
@@ -95,6 +103,11 @@ class Launch:
         self.bytes_loaded += machine.loaded
         self.bytes_stored += machine.stored
         self.atomics += machine.atomics
+        for block, count in zip(blocks, machine.executed.sum(axis=1).tolist(), strict=True):
+            for instruction in block if count else ():
+                if instruction.flops:
+                    self.products += count
+                    self.flops[instruction.parts[7]] += count * instruction.flops
         self.trips = max(self.trips, int(machine.trips.max()))
 
 
@@ -107,10 +120,11 @@ class Executor(TtirExecutor):
         seed: of the order of programs, of atomics and of warps.
         order: one of :data:`ORDERS`.
         fusion: whether products and sums may become one instruction, as on a device, with one rounding less.
+        target: such as ``"sm_80"``.
     """
 
-    def __init__(self, seed: int = 0, order: str = "lockstep", fusion: bool = True) -> None:
-        super().__init__(seed)
+    def __init__(self, seed: int = 0, order: str = "lockstep", fusion: bool = True, target: str = TARGETS[0]) -> None:
+        super().__init__(seed, GPUTarget("cuda", int(target.removeprefix("sm_")), 32))
         self.order, self.fusion = order, fusion
         self.launches: list[Launch] = []
         self.ptx = ""
@@ -131,7 +145,7 @@ class Executor(TtirExecutor):
         Triton takes seconds for a large kernel, so both stay in Triton's cache for later processes. What was compiled
         with a finding is not kept: the next process is to find it too.
         """
-        key = triton.__version__, TARGET, source.hash(), options.hash(), get_cache_invalidating_env_vars()
+        key = triton.__version__, self.target, source.hash(), options.hash(), get_cache_invalidating_env_vars()
         cache = get_cache_manager(hashlib.sha256(repr(key).encode()).hexdigest())
         name = f"{source.name[:100]}.ptx.json"
         path = cache.get_file(name)

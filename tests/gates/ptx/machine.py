@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from tests.gates.ptx.arithmetic import take
+from tests.gates.ptx.arithmetic import matrix_product, take
 from tests.gates.ptx.emitter import DONE, EXCHANGES, Program, bits_of
 from tests.gates.ttir.memory import Storages, gather, scatter
 
@@ -42,6 +43,23 @@ class PtxFaultError(Exception):
     def __init__(self, kind: str, message: str, place: str) -> None:
         super().__init__(f"{kind}: {message}, {place}")
         self.kind, self.message, self.place = kind, message, place
+
+
+@dataclass
+class Copy:
+    """Of a ``cp.async``, what has not arrived: lanes, the group of each, places in shared memory, addresses, bytes."""
+
+    lanes: np.ndarray
+    groups: np.ndarray
+    places: np.ndarray
+    addresses: np.ndarray
+    counts: np.ndarray
+    size: int
+
+    def of(self, chosen: np.ndarray) -> Copy:
+        fields = (self.lanes, self.groups, self.places, self.addresses, self.counts)
+        lanes, groups, places, addresses, counts = (field[chosen] for field in fields)
+        return Copy(lanes, groups, places, addresses, counts, self.size)
 
 
 class Machine:
@@ -84,6 +102,9 @@ class Machine:
         self._own = [False] * len(self.registers)
         self.executed = np.zeros((len(program.blocks), self.lanes // 32), np.int64)
         self.loaded = self.stored = self.atomics = 0
+        self._copies: list[Copy] = []
+        #: Groups of copies that each lane has closed.
+        self._groups = np.zeros(self.lanes, np.int64)
         self.trips, self._pending = np.zeros((2, self.lanes // 32), np.int64)
         #: Whether the lanes of the block are those of whole warps, and whether some may wait at a barrier.
         self._whole, self._waiting = True, False
@@ -204,9 +225,9 @@ class Machine:
     def nctaid(self, axis: int, lanes: np.ndarray | None) -> Any:
         return np.uint32(self.grid[axis])
 
-    def parameter(self, number: int, dtype: str) -> Any:
+    def parameter(self, number: Any, dtype: str) -> Any:
         # Triton adds pointers to scratch memory, which no kernel here has.
-        bits = self.arguments[number] if number < len(self.arguments) else np.uint64(0)
+        bits = np.array([*self.arguments, 0, 0, 0, 0], "u8")[number]
         return bits.astype(f"u{dtype[1:]}").view(dtype)
 
     def read(self, number: int, lanes: np.ndarray | None) -> Any:
@@ -419,9 +440,72 @@ class Machine:
         lane = np.arange(32)
         return [(rows[:, 8 * k + lane // 4] + 4 * (lane % 4)).reshape(-1) // 4 for k in range(count)]
 
-    def load_matrix(self, lanes: np.ndarray | None, address: Any, count: int, place: str) -> list[np.ndarray]:
-        return [self._shared.view("u4")[row] for row in self._rows(lanes, address, count, place)]
+    def load_matrix(
+        self, lanes: np.ndarray | None, address: Any, count: int, turned: bool, place: str
+    ) -> list[np.ndarray]:
+        rows = self._rows(lanes, address, count, place)
+        if not turned:
+            return [self._shared.view("u4")[row] for row in rows]
+        halves = [self._shared.view("u2").reshape(-1, 2)[row].reshape(-1, 8, 8) for row in rows]
+        return [np.ascontiguousarray(half.transpose(0, 2, 1)).view("u4").ravel() for half in halves]
 
     def store_matrix(self, lanes: np.ndarray | None, address: Any, values: list[Any], place: str) -> None:
         for row, value in zip(self._rows(lanes, address, len(values), place), values, strict=True):
             self._shared.view("u4")[row] = self._all(value)
+
+    def multiply(
+        self,
+        lanes: np.ndarray | None,
+        a: list[Any],
+        b: list[Any],
+        c: list[Any],
+        kind: str,
+        guard: Any,
+        place: str,
+    ) -> list[Any]:
+        """A product of matrices that the lanes of a warp have together."""
+        self._whole_warps(lanes, guard, np.uint32(0xFFFFFFFF), place)
+        return matrix_product(kind, *([*map(self._all, registers)] for registers in (a, b, c)))
+
+    # Copies from global to shared memory. They arrive when a lane waits for them, as late as they may; where warps run
+    # ahead, some at once.
+
+    def copy(
+        self, lanes: np.ndarray | None, target: Any, source: Any, guard: Any, size: int, count: Any, place: str
+    ) -> None:
+        """Begin to copy ``count`` bytes; what is missing to ``size`` becomes zero."""
+        chosen, target = self._chosen(lanes, guard, target)
+        counts = self._all(count)[chosen].astype(np.int64)
+        sources = self._all(source)[chosen]
+        self._check(sources[counts > 0], size, size, place, "copy")
+        places = self._in_shared(lanes, chosen, target, size, place, "copy")
+        self.loaded += int(counts.sum())
+        active = (self._everyone if lanes is None else lanes)[chosen]
+        copy = Copy(active, self._groups[active], places, sources, counts, size)
+        if self.lockstep or self.random.random() < 0.5:
+            self._copies.append(copy)
+        else:
+            self._land(copy)
+
+    def commit(self, lanes: np.ndarray | None) -> None:
+        """Close the group of copies that some lanes have begun."""
+        self._groups[slice(None) if lanes is None else lanes] += 1
+
+    def arrive(self, lanes: np.ndarray | None, newest: int) -> None:
+        """Let all copies of some lanes arrive but for the ``newest`` groups and, unless that is -1, of no group."""
+        waiting = np.zeros(self.lanes, bool)
+        waiting[slice(None) if lanes is None else lanes] = True
+        under_way: list[Copy] = []
+        for copy in self._copies:
+            here = waiting[copy.lanes] & (copy.groups < self._groups[copy.lanes] - newest)
+            self._land(copy.of(here))
+            if not here.all():
+                under_way.append(copy.of(~here))
+        self._copies = under_way
+
+    def _land(self, copy: Copy) -> None:
+        for k in range(0, copy.size, 4):
+            words = np.zeros(copy.places.size, "u4")
+            read = copy.counts > k
+            words[read] = gather(copy.addresses[read] + k, 4)
+            self._shared.view("u4")[(copy.places + k) // 4] = words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ _ENTRY = re.compile(r"\.visible \.entry (\w+)\((.*?)\)\s*\n\.(?:reqntid|maxntid)
 _LOC = re.compile(r"\.loc\s+(\d+) (\d+)")
 _GUARD = re.compile(r"@(!?)(%p\d+)\s+(.*)")
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
-_WITHOUT_RESULT = ("st", "red", "stmatrix", "bra", "brx", "ret", "bar", "barrier", "membar", "fence")
+_WITHOUT_RESULT = ("st", "red", "stmatrix", "cp", "wgmma", "bra", "brx", "ret", "bar", "barrier", "membar", "fence")
 _REGISTER = re.compile(r"%[a-z]+\d+")
 
 
@@ -41,12 +42,30 @@ class Instruction:
     def ends_block(self) -> bool:
         return self.op in ("bra", "brx", "ret") or self.is_barrier
 
+    @property
+    def copies(self) -> str:
+        """Of what has to do with copies to shared memory: ``ca``, ``cg``, ``commit_group``, ``wait_group``."""
+        return self.parts[2] if self.parts[:2] == ("cp", "async") else ""
+
+    @property
+    def newest(self) -> int:
+        """How many groups of copies it does not wait for; -1 for not even those that are not closed."""
+        return int(self.operands[0]) if self.operands else -1
+
+    @property
+    def flops(self) -> int:
+        """Products and sums of a product of matrices, by all lanes of a warp."""
+        shape = re.fullmatch(r"m(\d+)n(\d+)k(\d+)", self.parts[3]) if self.op == "mma" else None
+        return 2 * math.prod(map(int, shape.groups())) if shape else 0
+
     @cached_property
     def written(self) -> list[str]:
         """Registers that it sets."""
         if self.op in _WITHOUT_RESULT:
             return []
-        return _REGISTER.findall(self.operands[0].partition("|")[0])
+        # The second result is that of the upper halves, or none that Triton uses.
+        both = self.type in ("f16x2", "bf16x2")
+        return _REGISTER.findall(self.operands[0] if both else self.operands[0].partition("|")[0])
 
     @cached_property
     def read(self) -> list[str]:

@@ -13,12 +13,13 @@ class Trips:
     """Counts the waits of warps that issue in order.
 
     A warp goes on behind its loads until an instruction needs what one of them brings. All that it has asked for by
-    then arrives together: one trip. Atomics whose results are used are loads in this sense.
+    then arrives together: one trip. Atomics whose results are used are loads in this sense, and so are copies to shared
+    memory, for whose groups it waits.
     """
 
     def __init__(self, kernel: Kernel) -> None:
         self._blocks = kernel.blocks
-        self._loads = [any(map(_is_load, block)) for block in kernel.blocks]
+        self._loads = [any(_is_load(i) or i.copies for i in block) for block in kernel.blocks]
         #: What a warp may be waiting for, by number; nothing at first.
         self._sets: list[frozenset[str]] = [frozenset()]
         self._after: dict[tuple[int, int], tuple[int, int]] = {}
@@ -39,7 +40,12 @@ class Trips:
         if (block, number) not in self._after:
             waits, asked = 0, set(self._sets[number])
             for instruction in self._blocks[block]:
-                if asked.intersection(instruction.read):
+                if instruction.copies == "commit_group":
+                    asked = {_older(name) for name in asked}
+                elif instruction.copies and "wait" not in instruction.copies:
+                    asked.add(_COPIES[0])
+                waited = _COPIES[instruction.newest + 1 :] if "wait" in instruction.copies else instruction.read
+                if asked.intersection(waited):
                     waits += 1
                     asked.clear()
                 if _is_load(instruction):
@@ -51,6 +57,14 @@ class Trips:
                 self._sets.append(after)
             self._after[block, number] = waits, self._sets.index(after)
         return self._after[block, number]
+
+
+_COPIES = [f"copies of group {age}" for age in range(10)]
+"""That are under way, by how many groups have been closed since they began; the last of them stand for older ones."""
+
+
+def _older(name: str) -> str:
+    return _COPIES[min(_COPIES.index(name) + 1, len(_COPIES) - 1)] if name in _COPIES else name
 
 
 def _is_load(instruction: Instruction) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.floats import bfloat16_to_float32, float32_to_bfloat16
+
 DTYPES: dict[str, np.dtype] = {
     "i1": np.dtype(bool),
     "i8": np.dtype(np.int8),
@@ -123,12 +125,8 @@ def fptosi(x: Any, dtype: np.dtype) -> Any:
 
 def cast_float(x: Any, source: str, target: str) -> Any:
     if source == "bf16":
-        x = (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    if target != "bf16":
-        return x.astype(DTYPES[target])
-    bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
-    rounded = (bits + np.uint64(0x7FFF) + ((bits >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)
-    return np.where(np.isnan(x), np.uint64(0x7FC0), rounded).astype(np.uint16)[()]
+        x = bfloat16_to_float32(x)
+    return x.astype(DTYPES[target]) if target != "bf16" else float32_to_bfloat16(x)[()]
 
 
 def rsqrt(x: Any) -> Any:

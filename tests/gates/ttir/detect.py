@@ -9,7 +9,7 @@ import numpy as np
 from tests.gates.ttir.machine import Access, Machine
 
 _LIMIT = 2000
-"""Places that are looked at, of a launch or an interval, evenly spaced."""
+"""Places that are looked at where the same operations meet, of a launch or an interval, evenly spaced."""
 
 Element = tuple[Access, int]
 """An access, and one of its addresses."""
@@ -62,8 +62,14 @@ def _meetings(
         several &= np.minimum.reduceat(owners, begin) != np.maximum.reduceat(owners, begin)
     groups = np.flatnonzero(several)
     if groups.size > _LIMIT:
-        truncated()
-        groups = groups[np.linspace(0, groups.size - 1, _LIMIT).astype(int)]
+        # Many harmless places must not hide a few of others.
+        numbers = np.random.default_rng(0).integers(2**62, size=1 + max(a.op.number for a in accesses))
+        alike = np.add.reduceat(numbers[[a.op.number for a in accesses]][which], begin)[groups]
+        kinds = [groups[alike == kind] for kind in np.unique(alike)]
+        if any(kind.size > _LIMIT for kind in kinds):
+            truncated()
+        spaced = [np.linspace(0, kind.size - 1, min(kind.size, _LIMIT)).astype(int) for kind in kinds]
+        groups = np.concatenate([kind[chosen] for kind, chosen in zip(kinds, spaced, strict=True)])
     for g in groups:
         members = slice(begin[g], end[g])
         yield [(accesses[k], int(x)) for k, x in zip(which[members], element[members], strict=True)]
@@ -107,7 +113,7 @@ def within_interval(machine: Machine, accesses: list[Access]) -> None:
                 if (a.is_load and b.is_load) or (a.is_atomic and b.is_atomic) or (a is b and i == j):
                     continue
                 (first, k), (second, m) = ((b, j), (a, i)) if a.step > b.step else ((a, i), (b, j))
-                kind, message = _judge_lanes(first, k, second, m)
+                kind, message = _judge_lanes(first, k, second, m, machine.program.has_products)
                 key = kind, first.op.number, second.op.number
                 if kind and key not in seen:
                     seen.add(key)
@@ -117,8 +123,12 @@ def within_interval(machine: Machine, accesses: list[Access]) -> None:
                     machine.find(kind, f"{message}: {where}", first.op, second.op)
 
 
-def _judge_lanes(a: Access, i: int, b: Access, j: int) -> tuple[str, str]:
-    """What it means that ``a`` and then ``b`` touch a place without a barrier; ("", "") if nothing."""
+def _judge_lanes(a: Access, i: int, b: Access, j: int, several_layouts: bool) -> tuple[str, str]:
+    """What it means that ``a`` and then ``b`` touch a place without a barrier; ("", "") if nothing.
+
+    With ``several_layouts`` a lane of two operations may be two threads. What it stores where it has loaded is an
+    exception, for it depends as a rule on what was loaded.
+    """
     if a is b:
         same = _same_bits(a, i, b, j)
         return ("duplicate-equal", "one value") if same else ("duplicate", "different values")
@@ -129,7 +139,8 @@ def _judge_lanes(a: Access, i: int, b: Access, j: int) -> tuple[str, str]:
         return ("leader-only", what) if (a if a.is_load else b).op.leader_only else ("barrier-scalar", what)
     if what == "WAW" and _same_bits(a, i, b, j):
         return "barrier-equal", what
-    if a.op.shape == b.op.shape and a.lane_of(i) == b.lane_of(j):
+    by_others = several_layouts and a.is_store and a.op is not b.op
+    if a.op.shape == b.op.shape and a.lane_of(i) == b.lane_of(j) and not by_others:
         return "same-lane", what
     if what != "WAW" and (_silent(a, i) or _silent(b, j)):
         return "barrier-silent", what

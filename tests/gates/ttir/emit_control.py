@@ -130,7 +130,7 @@ def _ufunc(op: Op) -> str:
     inner = region.ops[:-1]
     if len(inner) == 1 and len(region.args) == 2 and inner[0].name in _UFUNCS:
         (a, kind), (b, _) = region.args
-        of_bits = kind.elem == "i1" and inner[0].name in ("arith.addi", "arith.muli")
+        of_bits = kind.elem == "bf16" or (kind.elem == "i1" and inner[0].name in ("arith.addi", "arith.muli"))
         if sorted(inner[0].operands) == sorted([a, b]) and not of_bits:
             return _UFUNCS[inner[0].name]
     return ""

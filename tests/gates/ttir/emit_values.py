@@ -54,16 +54,23 @@ FUNCTIONS = {
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
+def numbers(e: Emitter, op: Op, elem: str) -> list[str]:
+    """The operands to compute with: those of bfloat16 as float32."""
+    return [f"ar.cast_float({name}, 'bf16', 'f32')" if elem == "bf16" else name for name in e.names(op.operands)]
+
+
+def computed(e: Emitter, op: Op, template: str) -> None:
+    """A result of operands that all have its type; of bfloat16 it is rounded once."""
+    text = template.format(*numbers(e, op, op.type.elem))
+    e.result(op, f"ar.cast_float({text}, 'f32', 'bf16')" if op.type.elem == "bf16" else text)
+
+
 def binary(e: Emitter, op: Op) -> None:
-    kind = op.type
-    if kind.elem == "bf16":
-        raise UnsupportedError(f"{op.name} on bf16")
-    table = BINARY_OF_BITS if kind.elem == "i1" else BINARY
-    e.result(op, table[op.name].format(*e.names(op.operands)), kind)
+    computed(e, op, (BINARY_OF_BITS if op.type.elem == "i1" else BINARY)[op.name])
 
 
 def function(e: Emitter, op: Op) -> None:
-    e.result(op, f"{FUNCTIONS[op.name]}({e.name(op.operands[0])})")
+    computed(e, op, FUNCTIONS[op.name] + "({0})")
 
 
 HANDLERS.update(dict.fromkeys(BINARY, binary))
@@ -72,8 +79,7 @@ HANDLERS.update(dict.fromkeys(FUNCTIONS, function))
 
 @handles("math.fma")
 def fma(e: Emitter, op: Op) -> None:
-    a, b, c = e.names(op.operands)
-    e.result(op, f"{a} * {b} + {c}")
+    computed(e, op, "{0} * {1} + {2}")
 
 
 # Constants
@@ -151,11 +157,11 @@ def convert_integer(e: Emitter, op: Op) -> None:
 @handles("arith.sitofp", "arith.uitofp")
 def to_float(e: Emitter, op: Op) -> None:
     source, target = cast_types(op)
-    if target.elem == "bf16":
-        raise UnsupportedError(f"{op.name} to bf16")
     sign = "-" if source.elem == "i1" and op.name == "arith.sitofp" else ""
     number = "ar.unsigned({})" if op.name == "arith.uitofp" else "{}"
-    cast(e, op, f"{sign}{number}.astype({e.dtype(target.elem)})")
+    through = "f32" if target.elem == "bf16" else target.elem
+    text = f"{sign}{number}.astype({e.dtype(through)})"
+    cast(e, op, text if through == target.elem else f"ar.cast_float({text}, {through!r}, {target.elem!r})")
 
 
 @handles("arith.extf", "arith.truncf", "tt.fp_to_fp")
@@ -186,9 +192,7 @@ def compare_integers(e: Emitter, op: Op) -> None:
 @handles("arith.cmpf")
 def compare_floats(e: Emitter, op: Op) -> None:
     predicate = op.text.split(",")[0].strip()
-    a, b = e.names(op.operands)
-    if op.type.elem == "bf16":
-        raise UnsupportedError("cmpf on bf16")
+    a, b = numbers(e, op, op.type.elem)
     unordered = f"(np.isnan({a}) | np.isnan({b}))"
     if predicate in ("ord", "uno"):
         text = unordered if predicate == "uno" else f"~{unordered}"
@@ -245,10 +249,10 @@ def expand_dims(e: Emitter, op: Op) -> None:
 
 @handles("tt.reshape")
 def reshape(e: Emitter, op: Op) -> None:
-    if "allow_reorder" in op.text:
-        raise UnsupportedError("reshape with allow_reorder")
     source, target = cast_types(op)
-    cast(e, op, f"ar.whole({{}}, {source.shape}).reshape({target.shape})")
+    # Nobody may rely on the order then.
+    order = ".ravel()[::-1]" if "allow_reorder" in op.text else ""
+    cast(e, op, f"ar.whole({{}}, {source.shape}){order}.reshape({target.shape})")
 
 
 @handles("tt.trans")
@@ -282,3 +286,16 @@ def gather(e: Emitter, op: Op) -> None:
     texts = [f"ar.whole({e.name(v)}, {kind.shape})" for v, kind in zip((source, index), kinds, strict=True)]
     target = parse_type(op.signature.rpartition(" -> ")[2])
     e.result(op, f"np.take_along_axis({', '.join(texts)}, {number_in(op, 'axis')})", target)
+
+
+@handles("tt.dot")
+def dot(e: Emitter, op: Op) -> None:
+    kinds = [parse_type(part) for part in split_top(op.signature.partition(" -> ")[0], " * ")]
+    factors = [f"ar.whole({e.name(v)}, {kind.shape})" for v, kind in zip(op.operands, kinds, strict=False)]
+    if kinds[0].elem == "bf16":
+        factors = [f"ar.cast_float({factor}, 'bf16', 'f32')" for factor in factors]
+    found = re.search(r"inputPrecision = (\w+)", op.text)
+    how = found[1] if found else "ieee"
+    e.has_products = True
+    target = parse_type(op.signature.partition(" -> ")[2])
+    e.result(op, f"product({', '.join(factors)}, {e.name(op.operands[2])}, {how!r})", target)

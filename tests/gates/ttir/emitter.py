@@ -15,6 +15,7 @@ import numpy as np
 
 from tests.gates.ttir import arithmetic
 from tests.gates.ttir.ir import Function, Locations, Op, Place, Region, Type, parse
+from tests.support.floats import product
 
 
 class UnsupportedError(Exception):
@@ -55,12 +56,16 @@ def place_name(place: Place) -> str:
 
 @dataclass
 class Program:
-    """A translated kernel. ``run(machine, program id, grid, *args)`` runs one program."""
+    """A translated kernel. ``run(machine, program id, grid, *args)`` runs one program.
+
+    Where it ``has_products``, blocks of one shape may have several layouts: a lane of them is not always one thread.
+    """
 
     name: str
     run: Callable[..., None]
     arg_types: list[Type]
     source: str
+    has_products: bool
 
 
 Handler = Callable[["Emitter", Op], None]
@@ -88,6 +93,7 @@ class Emitter:
         self.roots: dict[str, frozenset[int] | None] = {}
         self.constants: dict[str, Any] = {}
         self.memory_ops: list[MemoryOp] = []
+        self.has_products = False
         self.combining = False  # in the function of a reduction, where scalars stand for arrays
         self._names: dict[str, str] = {}
         self._users: dict[str, list[Op]] = {}
@@ -150,9 +156,16 @@ class Emitter:
         self.region(self.function.body)
         head = f"def program(m, pid, grid{''.join(', ' + a for a in args)}):\n"
         source = head + "\n".join(self.lines or ["    pass"]) + "\n"
-        space: dict[str, Any] = {"np": np, "ar": arithmetic, "OPS": self.memory_ops, **self.constants}
+        space: dict[str, Any] = {
+            "np": np,
+            "ar": arithmetic,
+            "product": product,
+            "OPS": self.memory_ops,
+            **self.constants,
+        }
         exec(compile(source, f"<ttir {self.function.name}>", "exec"), space)
-        return Program(self.function.name, space["program"], [kind for _, kind in self.function.args], source)
+        kinds = [kind for _, kind in self.function.args]
+        return Program(self.function.name, space["program"], kinds, source, self.has_products)
 
 
 def translate(text: str) -> Program:

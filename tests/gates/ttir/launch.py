@@ -36,10 +36,10 @@ class Compiled:
 class Executor:
     """Executes launches while it is :meth:`installed`; ``seed`` is that of the order of programs and lanes."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, target: GPUTarget = TARGET) -> None:
         self.report = Report()
         self.storages = Storages()
-        self._backend = make_backend(TARGET)
+        self.target, self._backend = target, make_backend(target)
         self._lock = threading.RLock()
         self._random = np.random.default_rng(seed)
         self._binders: dict[JITFunction, Any] = {}
@@ -100,10 +100,10 @@ class Executor:
         ir.load_dialects(context)
         self._backend.load_dialects(context)
         implementation = self._backend.get_codegen_implementation(options)
-        code = source.make_ir(TARGET, options, implementation, self._backend.get_module_map(), context)
+        code = source.make_ir(self.target, options, implementation, self._backend.get_module_map(), context)
         stages: dict[str, Any] = {}
         self._backend.add_stages(stages, options, source.language)
-        metadata = {"target": TARGET, **options.__dict__}
+        metadata = {"target": self.target, **options.__dict__}
         for name, stage in stages.items():
             code = stage(code, metadata)
             if name == last:

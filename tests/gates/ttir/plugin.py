@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language  # its functions, too, before the line above is undone
 
-from tests.gates.ptx.launch import ORDERS
+from tests.gates.ptx.launch import ORDERS, TARGETS
 from tests.gates.ptx.launch import Executor as PtxExecutor
 from tests.gates.ttir.blocks import BLOCKS, blocks
 from tests.gates.ttir.launch import Executor
@@ -36,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ttir")
     group.addoption("--ttir-seed", type=int, default=0, help="of the order of programs and lanes")
     group.addoption("--ptx", choices=ORDERS, nargs="+", default=[], help="execute PTX, warps in these orders")
+    group.addoption("--ptx-target", choices=TARGETS, default=TARGETS[0], help="execute the PTX for this GPU")
     group.addoption("--ttir-report", type=Path, default=None, help="JSON of what was executed and found")
     group.addoption("--gate", action="store_true", help="only the tests of the gates")
     group.addoption("--ttir-blocks", choices=BLOCKS, nargs="+", default=["default"], help="sizes of programs")
@@ -77,7 +78,8 @@ def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 def pytest_configure(config: pytest.Config) -> None:
     seed = config.getoption("--ttir-seed")
     # The tests compare bits with references that round every product.
-    executor = PtxExecutor(seed, fusion=False) if config.getoption("--ptx") else Executor(seed)
+    target = config.getoption("--ptx-target")
+    executor = PtxExecutor(seed, fusion=False, target=target) if config.getoption("--ptx") else Executor(seed)
     config.stash[EXECUTOR] = executor
     with contextlib.ExitStack() as stack:
         stack.enter_context(executor.installed())

@@ -32,6 +32,7 @@ class Run:
         blocks: sizes of programs that all tests are run with on TTIR, see :mod:`tests.gates.ttir.blocks`. Those of
             the gates have small ones.
         ptx_blocks: those on PTX.
+        targets: the GPUs whose PTX is executed.
         marked: whether the tests of the gates reach every kernel with several programs. Else the gate on TTIR runs all.
     """
 
@@ -40,6 +41,7 @@ class Run:
     blocks: Sequence[str]
     ptx_blocks: str
     marked: bool
+    targets: tuple[str, ...] = ("sm_90",)
 
     def arguments(self, blocks: Sequence[str], *, every: bool) -> list[str]:
         """What pytest is told. ``every``: all tests, not only those of the gates."""
@@ -55,8 +57,10 @@ def tests_of(families: Sequence[str]) -> str:
 
 FAMILIES = {path.parent.name for path in KERNELS.glob("*/_triton.py")}
 
+#: Those with products of matrices, whose code for sm_90 only a device executes.
+_PRODUCTS = tuple(sorted({path.parent.name for path in KERNELS.glob("*/_triton*.py") if "tl.dot(" in path.read_text()}))
 _ROWS, _INDICES = ("philox", "rows"), ("sum_tree", "trajectories")
-_LEARNING = tuple(sorted(FAMILIES - {*_ROWS, *_INDICES}))
+_LEARNING = tuple(sorted(FAMILIES - {*_ROWS, *_INDICES, *_PRODUCTS}))
 
 RUNS = {
     "rows": Run(tests_of(_ROWS), _ROWS, BLOCKS, "default", marked=True),
@@ -65,6 +69,10 @@ RUNS = {
         f"losses losses_edges {tests_of(_LEARNING)}", _LEARNING, ("default", "stages"), "stages", marked=False
     ),
 }
+if _PRODUCTS:
+    RUNS["products"] = Run(
+        tests_of(_PRODUCTS), _PRODUCTS, ("default",), "default", marked=False, targets=("sm_80", "sm_120")
+    )
 
 LEFT_OUT = "numba opcheck gradcheck reachable distribution drift run_of_steps test_launches plan_covers threads"
 """Words in names of tests that reach nothing that the others don't, and are slow, or count what is launched."""
