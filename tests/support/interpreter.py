@@ -31,10 +31,10 @@ def check_interpreter() -> None:
 
 @functools.cache
 def _repair_interpreter() -> None:
-    """Let comparisons of numbers be masks, as they are on a GPU.
+    """Let comparisons of numbers be masks, and multiply matrices of bfloat16, as a GPU does.
 
     The interpreter takes such a comparison for a number of its operands' dtype when it broadcasts it, and that of
-    Triton 3.9 refuses masks that are not boolean.
+    Triton 3.9 refuses masks that are not boolean. It multiplies the bits of bfloat16 as if they were integers.
     """
     from triton import language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -44,7 +44,14 @@ def _repair_interpreter() -> None:
     def create_splat(self: Any, kind: Any, value: Any) -> Any:
         return broadcast(self, kind, TensorHandle(value.data, tl.int1) if value.data.dtype == bool else value)
 
-    InterpreterBuilder.create_splat = create_splat
+    dot = InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, *more: Any) -> Any:
+        if a.dtype.scalar == tl.bfloat16:
+            a, b = (self.create_fp_ext(each, tl.float32) for each in (a, b))
+        return dot(self, a, b, *more)
+
+    InterpreterBuilder.create_splat, InterpreterBuilder.create_dot = create_splat, create_dot
 
 
 def triton_on_cpu_enabled() -> bool:

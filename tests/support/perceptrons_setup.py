@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +35,7 @@ class Problem:
     bounded: bool = False
     delayed: bool = False
     precision: int = IEEE
-    seed: int = 0
+    seed: int = 5
     state: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +64,7 @@ class Problem:
         """Weight and bias of each layer, of one net turned."""
         several, turned = [] if nets is None else [nets], nets is None or self.turned
         found = []
-        for below, above in zip(sizes, sizes[1:], strict=False):
+        for below, above in itertools.pairwise(sizes):
             shape = (above, below) if turned else (below, above)
             found += [self.normal(*several, *shape) / below**0.5, self.normal(*several, above) / 10]
         return found

@@ -141,10 +141,12 @@ def update(given: Any, dtype: torch.dtype = torch.float64, product: str = "plain
         target_entropy = of(given.target_entropy)
         loss_alpha = sac.temperature_loss(log_alpha, log_prob.detach(), target_entropy, weight, None, reduction)
         found |= {
-            "head": head.detach(), "actor_sums": [each[0].detach() for each in actor_sums], "own_action": drawn.detach(),
-            "log_prob": log_prob.detach(), "own_q": own_q.detach(), "own_sums": [each.detach() for each in own_sums],
-            "own_deltas": grads[:layers], "grad_action": grads[layers],
-            "actor_deltas": [each[0] for each in grads[layers + 1 : layers + 1 + count]], "grad_head": grads[layers + 1 + count],
+            "head": head.detach(), "actor_sums": [each[0].detach() for each in actor_sums],
+            "own_action": drawn.detach(), "log_prob": log_prob.detach(), "own_q": own_q.detach(),
+            "own_sums": [each.detach() for each in own_sums], "own_deltas": grads[:layers],
+            "grad_action": grads[layers],
+            "actor_deltas": [each[0] for each in grads[layers + 1 : layers + 1 + count]],
+            "grad_head": grads[layers + 1 + count],
             "of_actor": grads[layers + 2 + count :], "loss_actor": loss_actor.detach(), "entropy": entropy.detach(),
             "loss_alpha": loss_alpha.detach(), "slope": torch.autograd.grad(loss_alpha, log_alpha)[0],
         }  # fmt: skip
