@@ -17,7 +17,7 @@ from gpubuf.serialization import load, save
 from gpubuf.train import Reporter, TrainConfig, UsageError, load_policy, resume, train
 from gpubuf.train.environments import NotFiniteError
 from gpubuf.train.metrics import JsonLines, read
-from gpubuf.train.run import CHECKPOINT_FILE, _threads, default_threads, free_folder
+from gpubuf.train.run import CHECKPOINT_FILE, _settings_of_pytorch, default_threads, free_folder
 from gpubuf.train.trainer import DivergedError, Trainer
 from tests.support import train_environments
 from tests.support.train_environments import PREFIX
@@ -408,7 +408,7 @@ def test_small_networks_get_one_thread():
 
 def test_denormal_numbers_are_flushed_while_a_run_lasts():
     smallest = torch.tensor(5e-324, dtype=torch.float64)
-    with _threads(TrainConfig(), torch.device("cpu")):
+    with _settings_of_pytorch(TrainConfig(), torch.device("cpu")):
         assert smallest * 1 == 0
     assert smallest * 1 > 0
 

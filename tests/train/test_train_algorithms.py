@@ -214,7 +214,8 @@ def test_bfloat16(algo, monkeypatch):
     assert torch.float32 in {dtype for _, dtype in seen}
     assert trainer._sums.isfinite().all()
     # By an update of the policy too, which some algorithms have in few.
-    total(trainer.agent.losses(trainer.buffer.sample())).backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        total(trainer.agent.losses(trainer.buffer.sample())).backward()
     assert [name for name, each in trainer.agent.loss.named_parameters() if each.grad is None] == []
     assert {each.dtype for each in state_of(trainer).values() if each.is_floating_point()} <= {
         torch.float32,
