@@ -3,6 +3,7 @@
 None of these runs learns anything worth having; docs/training.md has the runs that do.
 """
 
+import contextlib
 import dataclasses
 import json
 import signal
@@ -411,6 +412,19 @@ def test_denormal_numbers_are_flushed_while_a_run_lasts():
     with _settings_of_pytorch(TrainConfig(), torch.device("cpu")):
         assert smallest * 1 == 0
     assert smallest * 1 > 0
+
+
+@pytest.mark.parametrize(("device", "within"), [("cuda", "high"), ("cpu", "highest")])
+def test_tf32_lasts_as_long_as_a_run(device, within):
+    """Also where it fails. On a CPU it changes nothing."""
+    before = torch.get_float32_matmul_precision()
+    assert before == "highest"
+    with contextlib.suppress(KeyboardInterrupt), _settings_of_pytorch(TrainConfig(tf32=True), torch.device(device)):
+        assert torch.get_float32_matmul_precision() == within
+        raise KeyboardInterrupt
+    assert torch.get_float32_matmul_precision() == before
+    with _settings_of_pytorch(TrainConfig(), torch.device(device)):
+        assert torch.get_float32_matmul_precision() == before
 
 
 def test_default_folders_are_new(tmp_path, monkeypatch):
