@@ -116,6 +116,10 @@ class FusedSACUpdate(SACUpdate):
         """As that of every update; and without masks, or states to skip."""
         if not super().fits(batch) or self.loss._seen(batch) is not batch:
             return False
+        # Kernels count elements in 32 bits.
+        largest = 3 * len(self.critics.nets) * max(*self.critics.sizes, *self.actor.sizes)
+        if batch.batch_size[0] * largest >= 1 << 31:
+            return False
         return self.loss.row_weights(batch, batch.batch_size, target=True)[1] is None and self._precision() is not None
 
     def _precision(self) -> int | None:

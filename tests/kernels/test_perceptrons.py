@@ -19,7 +19,6 @@ from tests.support.planting import planted
 
 F32, F64 = torch.float32, torch.float64
 
-#: The first and the last one are those of quick runs.
 PROBLEMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "turned, SiLU": {"turned": True, "activation": SILU, "weighted": True},
@@ -55,7 +54,11 @@ def assert_same(found: dict[str, Any], due: dict[str, Any], tolerance: float = 2
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+#: Those of quick runs and of the gates.
+GATE = ("turned, SiLU", "critics alone", "three nets")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.gate] * (n in GATE)) for n in PROBLEMS])
 def test_an_update_is_that_of_autograd(backend, name):
     given = Problem(**PROBLEMS[name])
     assert_same(run(given), reference.update(given))

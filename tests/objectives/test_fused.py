@@ -237,6 +237,15 @@ def test_states_to_skip_do_not_fit():
     assert not fused(sac(skip_done_states=True)).fits(rows())
 
 
+def test_more_elements_than_32_bits_count_do_not_fit():
+    """The sums of a layer, of three kinds of rows and two critics."""
+    update = fused(sac((8, 12)))
+    fitting = ((1 << 31) - 1) // (3 * 2 * 12)
+    for number, fits in ((fitting, True), (fitting + 1, False)):
+        many = rows(1).apply(lambda each, number=number: each.expand(number, -1), batch_size=[number])
+        assert update.fits(many) == fits
+
+
 # --- precision --------------------------------------------------------------------------------------------------------
 
 
