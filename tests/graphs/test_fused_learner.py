@@ -125,3 +125,20 @@ def test_a_graph_keeps_the_memory_that_it_writes(monkeypatch: pytest.MonkeyPatch
     world = world_of()
     world.run(5)
     assert (world.learner._explicit, ("_memory",)) in held
+
+
+def test_updates_under_autocast_are_captured_and_a_graph_of_float32_is_not_replayed(machine: RecordedCuda):
+    """As ``gpubuf train --bfloat16`` calls a learner; here by autograd, which a CPU has under autocast."""
+    states = []
+    for capture in (False, True):
+        world = world_of(capture=capture)
+        torch.manual_seed(2)
+        for enabled in (False, True):
+            for number in range(6):
+                with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                    world.run(1)
+                assert world.learner.captured == (capture and number > 2)
+        states.append(world.state())
+    due, found = states
+    assert not [name for name in due if not torch.equal(found[name], due[name])]
+    assert captures(machine) == 2
