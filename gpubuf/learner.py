@@ -23,7 +23,7 @@ from gpubuf.data.transforms import Compose
 from gpubuf.modules.linear import _hooks_of_all
 from gpubuf.objectives.base import LossModule, _check_updater
 from gpubuf.objectives.explicit import KNOWN, UnknownError, Update, update_of
-from gpubuf.objectives.fused import FUSED, allows_tf32
+from gpubuf.objectives.fused import FUSED, precision_of_products
 from gpubuf.optim import AdamW
 
 
@@ -184,10 +184,15 @@ class Learner:
         return self._explicit
 
     def _look(self) -> None:
-        """Where something has changed since the last update, drop the graphs, and find the update that fits."""
-        watch = self._new_watch()
-        if watch is None:
+        """Where something has changed since the last update, drop the graphs, and find the update that fits.
+
+        What notices the next change is set when that is done: who is interrupted before does it again.
+        """
+        parts = self.loss, self.optimizer, self.target, self.buffer
+        if self._watch is not None and self._watch.parts == parts and self._watch.unchanged():
             return
+        self._watch = None
+        watch = Watch(*parts)
         self.reset()
         self._explicit = None
         on_gpu = self._device.type in graphs.GRAPH_DEVICES
@@ -195,17 +200,6 @@ class Learner:
             learning = [each for group in self.optimizer.param_groups for each in group["params"]]
             self._explicit = update_of(self.loss, learning, FUSED if on_gpu else KNOWN)
         self._watch = watch
-
-    def _new_watch(self) -> Watch | None:
-        """None: nothing has changed since the last update. Else what notices the next change.
-
-        It is to be set when all is done that follows from the change: who is interrupted before does it again.
-        """
-        parts = self.loss, self.optimizer, self.target, self.buffer
-        if self._watch is not None and self._watch.parts == parts and self._watch.unchanged():
-            return None
-        self._watch = None
-        return Watch(*parts)
 
     # --- graphs ---
 
@@ -312,7 +306,7 @@ class Watch:
             *map(any, map(_hooks, self._learning)),
             torch.is_autocast_enabled(self._kind),
             torch.get_autocast_dtype(self._kind),
-            allows_tf32(),
+            precision_of_products(),
         ]
         return values, objects, numbers
 

@@ -5,7 +5,8 @@ What a loss may be is what :mod:`gpubuf.objectives.explicit` knows, and less: se
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,12 +24,18 @@ from gpubuf.objectives.sac import SACLoss
 from gpubuf.objectives.values import TD0Estimator
 from gpubuf.optim.adamw import AdamW, Fused
 
+_C: Any = torch._C
+#: A setting of PyTorch, read by C alone at every update; PyTorch 2.8 has the older one alone.
+precision_of_products: Callable[[], Any] = (
+    functools.partial(_C._get_fp32_precision_getter, "cuda", "matmul")
+    if hasattr(_C, "_get_fp32_precision_getter")
+    else _C._get_cublas_allow_tf32
+)
+
 
 def allows_tf32() -> bool:
     """Whether products of float32 on a GPU may be those of TF32."""
-    matmul = torch.backends.cuda.matmul
-    # PyTorch 2.8 has the older name alone.
-    return bool(matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32)
+    return precision_of_products() in ("tf32", True)
 
 
 class Products(NamedTuple):
@@ -116,6 +123,10 @@ class FusedSACUpdate(SACUpdate):
     def fits(self, batch: TensorDictBase) -> bool:
         """As that of every update; and without masks, or states to skip."""
         if not super().fits(batch) or self.loss._seen(batch) is not batch:
+            return False
+        # Kernels count elements in 32 bits.
+        largest = 3 * len(self.critics.nets) * max(*self.critics.sizes, *self.actor.sizes)
+        if batch.batch_size[0] * largest >= 1 << 31:
             return False
         return self.loss.row_weights(batch, batch.batch_size, target=True)[1] is None and self._precision() is not None
 
