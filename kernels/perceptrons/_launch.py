@@ -37,7 +37,7 @@ def _tiles(n: int, widths: Sequence[int], precision: int) -> dict[str, Any]:
     thrice = precision in (IEEE, TF32X3)
     block = 16 if n <= 1024 else 32 if n <= 4096 or thrice else 64
     width = min(64 if thrice or block > 16 else 128, max(map(_power, widths)))
-    tiles = {"BLOCK": block, "WIDTH": width, "DEPTH": 32, "STAGES": 3}
+    tiles = {"BLOCK": block, "WIDTH": width, "DEPTH": 16 if thrice and block > 16 else 32, "STAGES": 3}
     return {"PRECISION": _PRECISIONS[precision], **tiles}
 
 
