@@ -103,6 +103,39 @@ def calls(
             yield f"{kind}: priority update, {n}", functools.partial(buffer.update_priority, index, priority)
 
 
+LAW_TASKS = tuple(task for task in range(10) for _ in range(1 + task % 3 * 2))
+"""Of 28 environments: as many as 1, 3 or 5 of a task."""
+
+
+def law_calls(device: str = "cpu", stored: int = STORED) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Draws by every law, beside which a uniform one stands: of the same rows."""
+    from gpubuf.data import (
+        Balanced,
+        EmphasizeRecent,
+        Geometric,
+        LazyTensorStorage,
+        Linear,
+        Newest,
+        RandomSampler,
+        TensorDictReplayBuffer,
+    )
+
+    envs = len(LAW_TASKS)
+    sampler = RandomSampler()
+    storage = LazyTensorStorage(CAPACITY // envs * envs, device=device, ndim=2)
+    buffer = TensorDictReplayBuffer(storage=storage, sampler=sampler)
+    buffer.extend(episodes(stored // envs * envs).reshape(envs, -1))
+
+    def draw(law: Any) -> object:
+        sampler.law = law
+        return buffer.sample(BATCH)
+
+    laws = (Geometric(1 - 1e-5), Linear(), Newest(STORED // 2), EmphasizeRecent(), Balanced(LAW_TASKS))
+    for law in (None, *laws):
+        name = "no law" if law is None else type(law).__name__
+        yield f"{name}: sample, {BATCH}", functools.partial(draw, law)
+
+
 def other_calls(device: str = "cpu") -> Iterator[tuple[str, Callable[[], object]]]:
     """Statistics of a normalised write, and the fused pieces of a SAC loss, without their gradients."""
     from gpubuf.kernels import moments, sac, tanh_normal, td
@@ -218,7 +251,7 @@ def timed(device: str, stored: int) -> list[dict[str, object]]:
         return {"warm": microseconds(call, device), "cold": cold}
 
     of_buffers = (calls(kind, sizes, device, stored) for kind, sizes in SIZES.items())
-    for name, call in itertools.chain(*of_buffers, other_calls(device)):
+    for name, call in itertools.chain(*of_buffers, law_calls(device, stored), other_calls(device)):
         took, probe = steady(functools.partial(both, call), probe_of(device))
         found.append({"call": name, **took, "stored": stored, "probe": probe})
         print("{call:44} {warm:7.2f} µs, cold {cold:7.2f} µs".format(**found[-1]), flush=True)

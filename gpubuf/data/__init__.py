@@ -14,7 +14,7 @@ from gpubuf.data.processing.augment import Clip, Mirror, RandomShift
 from gpubuf.data.processing.reward_scale import RewardScale
 from gpubuf.data.processing.statistics import Normalize
 from gpubuf.data.samplers.base import RandomState, Sampler
-from gpubuf.data.samplers.laws import EmphasizeRecent, Geometric, Linear, Newest
+from gpubuf.data.samplers.laws import Balanced, EmphasizeRecent, Geometric, Linear, Newest
 from gpubuf.data.samplers.online import OnlineFirst
 from gpubuf.data.samplers.prioritized import PrioritizedSampler
 from gpubuf.data.samplers.prioritized_slices import PrioritizedSliceSampler
@@ -39,6 +39,7 @@ from gpubuf.data.writers import ImmutableDatasetWriter, RoundRobinWriter, Tensor
 from gpubuf.missing_names import refuse
 
 __all__ = [
+    "Balanced",
     "Clip",
     "Codec",
     "Column",

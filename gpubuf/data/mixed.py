@@ -396,7 +396,8 @@ class MixedReplayBuffer:
         See :meth:`ReplayBuffer.update_if_present`.
 
         Args:
-            index, buffer: ``"index"`` and ``"buffer"`` of a batch's info.
+            index: ``"index"`` of a batch's info, or that of its windows, ``[B, W]``.
+            buffer: its ``"buffer"``, ``[B]``, or as many as there are rows.
             data, generation: as for :meth:`ReplayBuffer.update_if_present`.
         """
         if generation is None and not isinstance(data, Tensor):
@@ -406,6 +407,9 @@ class MixedReplayBuffer:
                 "update_if_present needs the generation of the rows: info['index_generation'] of the sample"
             )
         owner = buffer.reshape(-1)
+        if generation.numel() > owner.numel() > 0:
+            # All rows of a window are in the buffer of the drawn one.
+            owner = owner.repeat_interleave(generation.numel() // owner.numel())
 
         def write() -> None:
             prepared = []

@@ -167,7 +167,7 @@ DRAWN, LAST, NEXT, SUM, STEPS, PADDED, IS_FIRST, POSITION = range(8)
 REPEAT, ZERO, CROSS = range(3)
 """What stands in slots outside of a trajectory: values of :attr:`Field.outside`."""
 
-UNIFORM, GEOMETRIC, LINEAR, RECENT = range(4)
+UNIFORM, GEOMETRIC, LINEAR, RECENT, BALANCED = range(5)
 """By which law :data:`sample` draws: values of :attr:`Reading.law`."""
 
 IN_SUCCESSOR, LOST = 0, -1
@@ -358,7 +358,7 @@ class Reading(NamedTuple):
         windows: whether a field has a window (:attr:`Field.has_window`). A GPU's launch can't see it in the fields, and
             takes another kernel then, or if there is a ``past``; a CPU does not look at it.
         law: the probabilities of rows that :data:`sample` draws; see there.
-        numbers: float64 ``[2]``, a and b of the law; None: it needs none.
+        numbers: of the law, float64: ``[2]``, a and b; or of ``BALANCED``. None: it needs none.
     """
 
     ends: Tensor | None = None
@@ -440,7 +440,10 @@ from the newest row:
   ``floor(log(1 - u * (1 - exp(a * m))) / a)``, at most m - 1;
 * ``LINEAR``: to m - r. It has ``t = min(floor(u * T), T - 1)`` of ``T = m * (m + 1) / 2`` units below it, of which the
   k-th oldest row has k: p is the largest number with ``p * (p + 1) / 2 <= t``, and ``r = m - 1 - p``;
-* ``RECENT``: uniform among the newest ``c = min(max(floor(max(exp(a) * m, b)), 1), m)``: ``min(floor(u * c), c - 1)``.
+* ``RECENT``: uniform among the newest ``c = min(max(floor(max(exp(a) * m, b)), 1), m)``: ``min(floor(u * c), c - 1)``;
+* ``BALANCED``: a task uniformly, then one of its environments, and then a step, of E rows. ``numbers`` are ``(K, b_0 ..
+  b_K, e_0 .. e_(E-1))``: of K tasks task k has the environments ``e_i`` from ``i = b_k`` to ``b_(k+1) - 1``. A choice
+  among c is ``min(floor(u * c), c - 1)``, and leaves ``u * c`` minus that to the next one.
 
 Logarithms and exponentials are those of the device: where they are rounded in another way, a draw in some billions is a
 neighbour.

@@ -12,6 +12,7 @@ from torch import Tensor
 from gpubuf.kernels._registry import demand_dense, demand_int64
 from gpubuf.kernels.philox import check_state
 from gpubuf.kernels.rows import (
+    BALANCED,
     DTYPES,
     ELEMENTS,
     ENTRY,
@@ -76,12 +77,12 @@ def check_reading(how: Reading, capacity: int) -> None:
 
 def check_law(how: Reading) -> None:
     """Raise TypeError or ValueError unless rows can be drawn by this law."""
-    if not UNIFORM <= how.law <= RECENT:
-        raise ValueError(f"law must be in {UNIFORM} .. {RECENT}, not {how.law}")
-    if how.law in (GEOMETRIC, RECENT):
+    if not UNIFORM <= how.law <= BALANCED:
+        raise ValueError(f"law must be in {UNIFORM} .. {BALANCED}, not {how.law}")
+    if how.law in (GEOMETRIC, RECENT, BALANCED):
         if how.numbers is None:
-            raise TypeError(f"law {how.law} needs two numbers")
-        demand_dense("numbers", how.numbers, torch.float64, 2)
+            raise TypeError(f"law {how.law} needs numbers")
+        demand_dense("numbers", how.numbers, torch.float64, max(how.numbers.numel(), 4) if how.law == BALANCED else 2)
 
 
 def check_envs(capacity: int, envs: int) -> None:

@@ -18,6 +18,7 @@ from gpubuf.kernels._registry import length_of
 from gpubuf.kernels.philox import OFFSET, check_state
 from gpubuf.kernels.philox._cpu import uniforms_at
 from gpubuf.kernels.rows import (
+    BALANCED,
     BATCH_BYTES,
     CROSS,
     DRAWN,
@@ -438,6 +439,21 @@ def geometric_ranks(uniforms: Tensor, count: Tensor, a: Tensor | float) -> Tenso
     return ((1 - uniforms * (1 - (a * count.double()).exp())).log() / a).long().minimum(count - 1)
 
 
+def _balanced(uniforms: Tensor, kept: Tensor, numbers: Tensor) -> Tensor:
+    """Rows by tasks that are equally likely: among so many, counted from the oldest."""
+
+    def split(uniforms: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        product = uniforms * count
+        chosen = product.floor().minimum(count - 1)
+        return chosen.long(), product - chosen
+
+    task, rest = split(uniforms, numbers[0])
+    first = numbers[0].long() + 2
+    begin, envs = numbers[1 + task], numbers[first - 1].long()
+    one, rest = split(rest, numbers[2 + task] - begin)
+    return split(rest, kept // envs)[0] * envs + numbers[first + begin.long() + one].long()
+
+
 def _ranks(uniforms: Tensor, kept: Tensor, how: Reading) -> Tensor:
     """Ranks by a law, among so many rows: 0 is the newest."""
     rank: Tensor
@@ -450,6 +466,8 @@ def _ranks(uniforms: Tensor, kept: Tensor, how: Reading) -> Tensor:
         row += ((row + 1) * (row + 2) // 2 <= unit).long()
         return kept - 1 - row
     assert how.numbers is not None
+    if how.law == BALANCED:
+        return kept - 1 - _balanced(uniforms, kept, how.numbers)
     a, b = how.numbers
     if how.law == GEOMETRIC:
         return geometric_ranks(uniforms, kept, a)

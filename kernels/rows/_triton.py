@@ -817,7 +817,7 @@ def rows_sample_kernel(
     arena_ptr,  # uint8 [arena_bytes], 64-byte aligned
     index_ptr,  # int64 [n], output
     generation_ptr,  # int64 [n]
-    numbers_ptr,  # float64 [2], if LAW is GEOMETRIC or RECENT
+    numbers_ptr,  # float64, of a LAW that has numbers
     n_keys,
     n,
     capacity,
@@ -882,7 +882,7 @@ def rows_compute_kernel(
     index_ptr,  # int64 [n]; with SAMPLE output
     arena_ptr,  # uint8 [arena_bytes], 64-byte aligned
     generation_ptr,  # int64 [n]
-    numbers_ptr,  # float64 [2], if LAW is GEOMETRIC or RECENT
+    numbers_ptr,  # float64, of a LAW that has numbers
     n_keys,
     n,
     steps,

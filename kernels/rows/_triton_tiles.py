@@ -14,7 +14,7 @@ DEVICE_ROWS, ROW_BYTES, SPLIT, HOST_ROWS, ROW_STRIDE = map(tl.constexpr, range(r
 ENTRY = tl.constexpr(rows.ENTRY)
 
 # Laws of drawing.
-UNIFORM, GEOMETRIC, LINEAR, RECENT = map(tl.constexpr, range(rows.UNIFORM, rows.RECENT + 1))
+UNIFORM, GEOMETRIC, LINEAR, RECENT, BALANCED = map(tl.constexpr, range(rows.UNIFORM, rows.BALANCED + 1))
 
 # Arithmetic: these helpers neither load nor store.
 
@@ -95,10 +95,18 @@ def scaled(uniform, count):
 
 
 @triton.jit
+def split_uniform(uniform, count):
+    """(min(floor(uniform * count), count - 1), what a uniform is left): float64."""
+    product = uniform * count
+    chosen = tl.minimum(tl.floor(product), count - 1)
+    return chosen, product - chosen
+
+
+@triton.jit
 def draw_position(seed, counter, size, numbers_ptr, LAW: tl.constexpr):
     """Which of ``size`` rows, counted from the oldest; -1 if the ring is empty. See ``sample`` of gpubuf.kernels.rows.
 
-    Loads the numbers of the law, where it has any.
+    Loads the numbers of the law, where it has any. Those of BALANCED are whole.
     """
     uniform = philox_uniform_f64(seed, counter)
     if LAW == UNIFORM:
@@ -113,6 +121,16 @@ def draw_position(seed, counter, size, numbers_ptr, LAW: tl.constexpr):
         log_decay = tl.load(numbers_ptr)
         rank = tl.log(1 - uniform * (1 - tl.exp(log_decay * size.to(tl.float64)))) / log_decay
         row = tl.maximum(size - 1 - rank.to(tl.int64), 0)
+    elif LAW == BALANCED:
+        tasks = tl.load(numbers_ptr)
+        envs = tl.load(numbers_ptr + (tasks + 1).to(tl.int64))
+        task, rest = split_uniform(uniform, tasks)
+        begin = tl.load(numbers_ptr + (task + 1).to(tl.int64))
+        one, rest = split_uniform(rest, tl.load(numbers_ptr + (task + 2).to(tl.int64)) - begin)
+        env = tl.load(numbers_ptr + (tasks + 2 + begin + one).to(tl.int64))
+        # Of whole numbers, whose ratio is whole.
+        step, rest = split_uniform(rest, size.to(tl.float64) / envs)
+        row = (step * envs + env).to(tl.int64)
     else:
         among = tl.maximum(tl.exp(tl.load(numbers_ptr)) * size.to(tl.float64), tl.load(numbers_ptr + 1))
         among = tl.maximum(tl.minimum(among, size.to(tl.float64)).to(tl.int64), 1)
@@ -127,7 +145,8 @@ def draw_tile(seed, counter, size, numbers_ptr, row, words, LAW: tl.constexpr, T
     Rows of many elements are drawn once each, and handed to the threads that copy them: a draw takes about as many
     instructions as the rest of the copy of an element.
     """
-    if words >= 8:
+    # Of a draw that loads what it has drawn, AMD's compiler makes nothing in a branch.
+    if LAW != BALANCED and words >= 8:
         drawn = draw_position(seed, counter + tl.arange(0, TILE // 4), size, numbers_ptr, LAW)
         position = tl.gather(drawn, row, 0)
     else:

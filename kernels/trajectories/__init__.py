@@ -80,9 +80,6 @@ class Rule(NamedTuple):
     A trajectory of length ``n >= min_len`` gives slices of ``m = min(slice_len, n)`` steps from the virtual offsets
     ``-min(before, m - 1) .. n - m + min(after, m - 1)``. Steps outside the trajectory are cut off.
 
-    Where the ring has lost rows (:func:`gpubuf.kernels.rows.has_lost`), the trajectory of the oldest step may have lost
-    its head.
-
     Attributes:
         slice_len: steps of a slice, at least 1.
         min_len: length of the shortest eligible trajectory: ``slice_len`` (strict) or 1.
@@ -90,7 +87,8 @@ class Rule(NamedTuple):
         after: steps by which it may go on after it.
         by_transition: a trajectory weighs as much as it has offsets, so that all offsets are equally likely. Otherwise
             every eligible trajectory weighs 1.
-        past: such a trajectory counts as one that begins ``past`` steps later, and has so many steps less.
+        past: where the ring has lost rows (:func:`gpubuf.kernels.rows.has_lost`), the oldest ``past`` steps do not
+            count: trajectories have so many steps less.
     """
 
     slice_len: int
@@ -143,10 +141,10 @@ update = define(
 """``update(ends, sums, ring, signals, by_id, n, steps, envs, fan_out, *rule)``: the newest ``n`` steps were written.
 
 Call it when the rows are in the storage and the ring has moved on. It reads the signals of those steps and recomputes
-their words, the word of the previous virtual end, and the word of the first end after the cursor, whose trajectory may
-have lost its head. With ``n >= steps`` it rebuilds the index from all steps in the ring, whatever it held before; bits
-of other steps become zero. Without ``sums``, for who reads ``ends`` alone, there are no weights. O(n log N), no host
-sync.
+their words, those of the oldest ``past`` steps, the word of the previous virtual end, and that of the first end after
+these, whose trajectory may have lost its head. With ``n >= steps`` it rebuilds the index from all steps in the ring,
+whatever it held before; bits of other steps become zero. Without ``sums``, for who reads ``ends`` alone, there are no
+weights. O(n log N), no host sync.
 """
 
 
@@ -256,12 +254,12 @@ update_eligible = define(
 """``update_eligible(eligible, ends, ring, n, need, starts_too, steps, envs, before, past) -> rows``: what may be drawn.
 
 Call it after :data:`update` for the newest ``n`` steps. A trajectory counts from its step ``before`` on, counted from
-0; that of the oldest step, where the ring has lost rows, from its step ``past`` on, if that is later. A stored row is
-eligible if it counts, and if ``need`` or more steps remain in its trajectory, itself included, or, with ``starts_too``,
-if it is the first that counts. Bit ``r % 64`` of ``eligible[r // 64]`` (int64 ``[eligible_words(T * E)]``) says so for
-row r. A write can change the ``n`` steps that it wrote, the ``need - 1``
-before them, whose trajectory has grown, and the oldest ``max(before, past) + 1`` steps, which come after them: their
-trajectory may have lost its head. Only the bits of these steps are recomputed.
+0, and where the ring has lost rows, the oldest ``past`` steps do not count. A stored row is eligible if it counts, and
+if ``need`` or more steps remain in its trajectory, itself included, or, with ``starts_too``, if it is the first that
+counts. Bit ``r % 64`` of ``eligible[r // 64]`` (int64 ``[eligible_words(T * E)]``) says so for row r. A write can
+change the ``n`` steps that it wrote, the ``need - 1`` before them, whose trajectory has grown, and the oldest
+``max(before, past) + 1`` steps, which come after them: their trajectory may have lost its head. Only the bits of these
+steps are recomputed.
 
 Returns:
     int64 ``[touched_rows(n, need, T, E, before, past)]``: the rows of these steps, contiguous in the ring, for the

@@ -59,7 +59,7 @@ class _Ring:
         self.filled = min(int(ring[SIZE]) // envs, steps)
         self.cursor = int(ring[WRITTEN]) // envs % steps
         self.oldest = self.cursor if self.filled == steps else 0
-        self.has_lost = has_lost(int(ring[WRITTEN]), int(ring[SIZE]), steps * envs)
+        self.lost = int(has_lost(int(ring[WRITTEN]), int(ring[SIZE]), steps * envs))
         self._ends = ends.view(-1)
         self.step = (torch.arange(self.filled, device="cpu") + self.oldest) % steps
         self.flags = self.all_flags()[self.step]
@@ -92,10 +92,6 @@ class _Ring:
         after = torch.zeros(self.filled, self.envs, dtype=torch.int64, device="cpu")
         after[1:] = torch.where(self.flags, ages, 0)[:-1]
         return after.cummax(0).values if self.filled else after
-
-    def counts_from(self, first: Tensor, past: int) -> Tensor:
-        """The ages of trajectories' first steps, but ``past`` for the oldest if its head may be lost."""
-        return first.where(first > 0, past) if self.has_lost else first
 
     def ages_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """(age, environment) of stored rows; IndexError if one is not."""
@@ -138,7 +134,8 @@ def _trajectories(ring: _Ring, rule: Rule) -> tuple[Tensor, Tensor, Tensor, Tens
     word = step // 64 * ring.envs + env
     order = (word * 64 + step % 64).argsort()
     age, env, word = age[order], env[order], word[order]
-    first = ring.counts_from(ring.first, rule.past)[age, env]
+    # Negative where all of it is left out.
+    first = ring.first.clamp(min=rule.past * ring.lost)[age, env]
     length = age - first + 1
     offsets = _offsets(length, rule)
     return word, offsets if rule.by_transition else offsets.clamp(max=1), first, length
@@ -268,7 +265,7 @@ def update_eligible(
     view, count = _Ring(ends, ring, steps, envs), touched_rows(n, need, steps, envs, before, past) // envs
     ages = torch.arange(view.filled, device="cpu")[:, None]
     can_start = torch.zeros(steps, envs, dtype=torch.bool, device="cpu")
-    first = torch.maximum(view.first + before, view.counts_from(view.first, past))
+    first = (view.first + before).clamp(min=past * view.lost)
     can_start[view.step] = (ages >= first) & ((view.last - ages + 1 >= need) | ((first == ages) & starts_too))
     touched = (torch.arange(count, device="cpu") + view.cursor + oldest_touched(before, past, steps) - count) % steps
     flags = _unpacked(eligible.view(-1, 1), steps * envs).view(steps, envs)

@@ -118,7 +118,8 @@ def update(ends: Tensor, sums: Tensor | None, ring: Tensor, signals: Tensor, by_
         return
     n = min(n, steps)
     shape = shape_of(steps, envs, fan_out)
-    words = run_bounds(n, shape.slots)[0]
+    # Weights are those of the oldest steps too.
+    words = run_bounds(min(n + rule[5], steps), shape.slots)[0]
     chosen = config.index_update(fan_out, n, words, envs, by_id, device_name(ends.device))
     how = {"BY_ID": by_id, "SPAN": config.index_span(n, by_id)}
     if chosen.block_envs:

@@ -65,7 +65,7 @@ def draw_slices(  # type: ignore[no-untyped-def]
     if total <= 0 or (rank_address != 0 and not all_within(rank, n, 0, total)):
         return False
     oldest, filled, _ = ring_view(ring, steps, envs)
-    # What begins with the oldest step counts from a later one on.
+    # The age of the last step that doesn't count.
     uncounted = past_of(ring, past, steps * envs) - 1
     seed, offset = rng[SEED], rng[OFFSET]
     together = min(n, _TOGETHER)
@@ -93,16 +93,16 @@ def draw_slices(  # type: ignore[no-untyped-def]
             step = 64 * slot + lowest_bit(bits)
             age = age_of(step, oldest, steps)
             before_age = age_of_end_before(ends, steps, envs, env, step, oldest)
-            before_age = before_age if before_age >= 0 else uncounted
+            before_age = max(before_age, uncounted)
             unit = left[i]
             weight = weight_of(age - before_age, slice_len, min_len, before, after, by_transition)
             while unit >= weight:
                 unit -= weight
                 bits ^= 1 << lowest_bit(bits)
-                before_age = age
+                end_before = age
                 age = age_of(64 * slot + lowest_bit(bits), oldest, steps)
-                # The seam between newest and oldest lies between the two.
-                before_age = before_age if before_age < age else uncounted
+                # The seam between newest and oldest may lie between the two.
+                before_age = max(end_before, uncounted) if end_before < age else uncounted
                 weight = weight_of(age - before_age, slice_len, min_len, before, after, by_transition)
 
             steps_in = age - before_age

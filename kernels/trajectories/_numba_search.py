@@ -54,7 +54,7 @@ def ring_view(ring, steps, envs):  # type: ignore[no-untyped-def]
 
 @jit(forceinline=True)
 def past_of(ring, past, capacity):  # type: ignore[no-untyped-def]
-    """``past`` where the ring has lost rows, else 0: the age from which the trajectory of the oldest step counts."""
+    """``past`` where the ring has lost rows, else 0: the age from which steps count."""
     counters = carray(as_i64(ring), 4)
     return past if lost_rows(counters[WRITTEN], counters[SIZE], capacity) else 0
 

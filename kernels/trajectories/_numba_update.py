@@ -170,10 +170,11 @@ def word_weight(ends, steps, envs, env, slot, bits, before_age, oldest, rule):  
         age = age_of(step, oldest, steps)
         if before_age == _UNKNOWN:
             before_age = age_of_end_before(ends, steps, envs, env, step, oldest)
-        # No end, or the seam between newest and oldest, lies between the two: it counts from age ``past`` on.
-        if before_age < 0 or before_age >= age:
-            before_age = past - 1
-        weight += weight_of(age - before_age, slice_len, min_len, before, after, by_transition)
+        # The seam between newest and oldest lies between the two.
+        if before_age >= age:
+            before_age = -1
+        counted = age - max(before_age, past - 1)
+        weight += weight_of(counted, slice_len, min_len, before, after, by_transition)
         before_age = age
     return weight, before_age
 
@@ -341,11 +342,17 @@ def update_index(  # type: ignore[no-untyped-def]
     n = min(n, filled)
     if n == 0:
         return
-    first, newest = _read_newest(ends, signals, n_keys, by_id, n, steps, envs, oldest, filled)
+    first, last = _read_newest(ends, signals, n_keys, by_id, n, steps, envs, oldest, filled)
+    # The oldest steps come after the newest one, and are others now.
+    left_out = min(past, steps - 1) if filled == steps else 0
+    if age_of(last, first, steps) + left_out + 1 >= steps:
+        first, last = _ZERO, steps - 1
+    else:
+        last = step_of(left_out, last, steps)
 
-    # Slots a .. b, and where the write goes round the end of the ring, 0 .. c too.
-    a, b = first >> 6, (newest if first <= newest else steps - 1) >> 6
-    c = -1 if first <= newest else newest >> 6
+    # Slots a .. b, and where these steps go round the end of the ring, 0 .. c too.
+    a, b = first >> 6, (last if first <= last else steps - 1) >> 6
+    c = -1 if first <= last else last >> 6
     touched = np.empty((b - a + c + 4) * envs, np.int64)
     weights = (sums, shift, touched)
     n_touched = weigh_slots(ends, steps, envs, a, b, oldest, filled, rule, weights, _ZERO)
@@ -357,13 +364,13 @@ def update_index(  # type: ignore[no-untyped-def]
         if not (a <= slot <= b or slot <= c):
             n_touched = weigh_slots(ends, steps, envs, slot, slot, oldest, filled, rule, weights, n_touched)
     if filled == steps:
-        # The first end after the cursor, whose trajectory may have lost its head, of up to n steps. Its weight changes
-        # only if it was eligible before and, where each trajectory weighs 1, no longer is.
+        # The first end after these, whose trajectory may have lost its head, of up to n steps. Its weight changes only
+        # if it was eligible before and, where each trajectory weighs 1, no longer is.
+        start = step_of(left_out, oldest, steps)
         for env in range(envs):
-            age = last_age(ends, steps, envs, env, oldest, oldest, filled)
+            age = last_age(ends, steps, envs, env, start, oldest, filled)
             slot = step_of(age, oldest, steps) >> 6
-            length = age + 1
-            may_change = length + n >= min_len and (by_transition or length - past < min_len)
+            may_change = age + 1 + n >= min_len and (by_transition or age + 1 - past < min_len)
             if may_change and not (a <= slot <= b or slot <= c):
                 n_touched = weigh_word(ends, steps, envs, env, slot, oldest, filled, rule, weights, n_touched)
     sum_above(sums, ((steps + 63) >> 6) * envs, shift, touched, n_touched)
@@ -426,8 +433,7 @@ def update_eligible_steps(  # type: ignore[no-untyped-def]
                     last[env] = age
                 is_eligible = 1 if last[env] - age + 1 >= need else 0
                 if before > 0 or past > 0:
-                    first = age_of_end_before(ends, steps, envs, env, step, oldest) + 1
-                    first = first + before if first > 0 else max(before, past)
+                    first = max(age_of_end_before(ends, steps, envs, env, step, oldest) + 1 + before, past)
                     is_first = age == first and starts_too
                     is_eligible = 1 if is_first else (is_eligible if age >= first else 0)
                 elif starts_too and (age == 0 or _is_end(ends, envs, env, step_before) == 1):

@@ -107,7 +107,7 @@ def load_ring(ring_ptr, steps, envs):
 
 @triton.jit
 def load_past(ring_ptr, past, capacity):
-    """``past`` where the ring has lost rows, else 0: the age from which the trajectory of the oldest step counts.
+    """``past`` where the ring has lost rows, else 0: the age from which steps count.
 
     See :func:`gpubuf.kernels.rows.has_lost`.
     """
@@ -196,11 +196,11 @@ def first_age(ends_ptr, step, env, age, active, oldest, steps, envs, LEVELS: tl.
 def next_in_word(rest, slot, first, past, oldest, steps):
     """The lowest end of ``rest``: (age, length of its trajectory, what else is in ``rest``).
 
-    ``first`` is the age after that of the end before it. What begins with the oldest step counts from age ``past`` on.
+    ``first`` is the age after that of the end before it. Steps count from age ``past`` on: the length may be negative.
     """
     age = age_of((slot << 6) + lowest_bit(rest), oldest, steps)
     # The oldest step lies between the two ends where the one before it is the newer one.
-    return age, age - tl.where((first > 0) & (first <= age), first, past) + 1, rest & (rest - 1)
+    return age, age - tl.maximum(tl.where(first <= age, first, 0), past) + 1, rest & (rest - 1)
 
 
 @triton.jit

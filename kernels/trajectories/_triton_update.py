@@ -249,22 +249,24 @@ def stage_weights(
 ):  # fmt: skip
     """Weights of the words of the run, those of the trajectories that end in them, and the sums above them.
 
-    Number ``run_words`` is the word of the first end after the cursor, if that is not in the run. A lane has a word of
-    its own, by whose change of weight it changes the sums: numbers are whole, so that they are right in any order, and
-    no level waits for another. TOGETHER: lanes change the root as one. A rebuild leaves the sums to others.
+    The run goes on with the oldest ``past`` steps, which are others now. Number ``run_words`` is the word of the first
+    end after these, if that is not in the run. A lane has a word of its own, by whose change of weight it changes the
+    sums: numbers are whole, so that they are right in any order, and no level waits for another. TOGETHER: lanes change
+    the root as one. A rebuild leaves the sums to others.
     """
     ends_ptr, sums_ptr = memory
     cursor, filled, oldest = ring
     j, env, active = lane
     steps, envs, depth = shape
     words = words_of(steps, 0)
-    first, last = run_of_steps(cursor, n + 1, steps)
+    left_out = tl.where(filled == steps, tl.minimum(past, steps - 1), 0)
+    first, last = run_of_steps(cursor + left_out, n + 1 + left_out, steps)
     head, _, count = run_above(first, last, words)
     slot = wrapped(head + j, words)
     rest = load_word(ends_ptr, slot, env, active & (j < run_words) & (j < count), filled, oldest, steps, envs)
     # Before the ring is full nothing has lost its head, and after a rebuild every word is in the run.
     beheaded = active & (j == run_words) & (filled == steps) & (n < steps)
-    start = tl.where(beheaded, oldest, (slot << 6) - 1)
+    start = tl.where(beheaded, step_of(left_out, oldest, steps), (slot << 6) - 1)
     end, end_word = nearest_end(ends_ptr, start, env, beheaded | (rest != 0), steps, envs, beheaded, LEVELS)
     # Without an end after it, it ends in the word of the newest step.
     beheaded = beheaded & (end >= 0) & (wrapped((end >> 6) - head, words) >= count)
@@ -365,6 +367,8 @@ def trajectories_update_envs_kernel(
     slice_len = slice_len.to(tl.int64)
     signals = (signals_ptr, n_signals, load_signal(signals_ptr, 0, n_signals))
     ring = load_ring(ring_ptr, steps, envs)
+    # Here, so that it takes no round trip of its own.
+    past = load_past(ring_ptr, past, steps * envs)
     block = tl.arange(0, BLOCK_BYTES)
     first, last = run_of_bits(ring[0], n, steps, BY_ID)
     _, count, _ = run_of_bytes(first, last, steps, n >= steps)
@@ -386,7 +390,7 @@ def trajectories_update_envs_kernel(
     if HAS_SUMS:
         block = tl.arange(0, BLOCK_WEIGHTS)
         memory, shape = (ends_ptr, sums_ptr), (steps, envs, depth)
-        rule, past = (slice_len, min_len, before, after), load_past(ring_ptr, past, steps * envs)
+        rule = (slice_len, min_len, before, after)
         run = run_words + (n < steps).to(tl.int64)
         for start in range(0, run.to(tl.int32) * BLOCK_ENVS, BLOCK_WEIGHTS):
             lane = lane_of(start + block, run, envs, BLOCK_ENVS)
@@ -553,7 +557,7 @@ def trajectories_update_eligible_kernel(
     eligible = last - age + 1 >= need
     if LOOKS_BACK:
         first = first_age(ends_ptr, step, env, age, stored, oldest, steps, envs, LEVELS)
-        first = tl.maximum(first + before, tl.where(first > 0, 0, load_past(ring_ptr, past, steps * envs)))
+        first = tl.maximum(first + before, load_past(ring_ptr, past, steps * envs))
         if STARTS_TOO:
             eligible = eligible | (age == first)
         eligible = eligible & (age >= first)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 
+from benchmarks import report
 from benchmarks.measure.results import newest_runs
 from benchmarks.studies import kernels
 from gpubuf.kernels.config import tree_fan_out
@@ -63,6 +64,17 @@ def test_launches_of_small_and_large_batches():
     levels = len(level_sizes(1_000_000, tree_fan_out(1_000_000, "cuda"))) - 1
     assert sum(counted["prioritized: priority update, 256"].values()) == 1
     assert sum(counted["prioritized: priority update, 4096"].values()) > levels == 3
+
+
+def test_a_law_takes_a_microsecond_more_than_none():
+    """Of what is committed, in the model of an H200, in one launch: at most that, whether caches are warm or cold."""
+    launches = {each["call"]: each["launches"] for each in committed()["launches"]}
+    laws = ("Geometric", "Linear", "Newest", "EmphasizeRecent", "Balanced")
+    for caches in (report.WARM, report.COLD):
+        uniform = report.on_device(launches[f"no law: sample, {kernels.BATCH}"], caches)
+        for law in laws:
+            (launch,) = launches[f"{law}: sample, {kernels.BATCH}"]
+            assert uniform < report.on_device([launch], caches) <= uniform + 1, law
 
 
 def check_counts(found: list[dict[str, Any]]) -> None:
@@ -154,7 +166,8 @@ def test_calls_are_timed_on_full_buffers(monkeypatch: pytest.MonkeyPatch):
     assert {(each["stored"], each["warm"], each["cold"], each["probe"]["agreed"]) for each in found} == {
         (512, 1.0, 0.0, True)
     }
-    assert {each["call"].partition(":")[0] for each in found} == kernels.SIZES.keys()
+    by_law = {"no law", "Geometric", "Linear", "Newest", "EmphasizeRecent", "Balanced"}
+    assert {each["call"].partition(":")[0] for each in found} == kernels.SIZES.keys() | by_law
 
 
 def test_a_profiler_sees_each_call_once(monkeypatch: pytest.MonkeyPatch):

@@ -54,10 +54,10 @@ class Model:
         return reference.trajectories(list(self.ring), self.steps, self.envs, self.written, self.by_id)
 
     def counted(self, past: int, before: int = 0) -> list[list[int]]:
-        """What counts of every trajectory, where that of the oldest step may have lost its head."""
-        lost = rows.has_lost(self.written, self.size, self.steps)
-        beheaded = {self.row(env, 0) for env in range(self.envs) if lost}
-        return reference.counted(self.trajectories(), beheaded, past, before)
+        """What counts of every trajectory: the oldest ``past`` steps do not, where rows were lost."""
+        late = past if rows.has_lost(self.written, self.size, self.steps) else 0
+        left_out = {self.row(env, age) for env in range(self.envs) for age in range(min(late, self.size))}
+        return reference.counted(self.trajectories(), left_out, before)
 
     def is_virtual_end(self, row: int) -> bool:
         """Whether a trajectory ends here only because it is still in progress: there is no flag."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gpubuf.data import (
+    Newest,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
@@ -39,8 +40,8 @@ class History:
         self.random = random.Random(seed)
         self.model = SliceModel(steps, envs)
         self.buffer = windowed(sampler(steps * envs), self.model, windows)
-        self.priority = {}
-        self.largest = None
+        # The trajectory of every row since all were forgotten, also of those that were overwritten.
+        self.episodes = {}
 
     @property
     def recipe(self):
@@ -48,9 +49,10 @@ class History:
 
     def write(self):
         n = self.random.choice([1, 1, 2, 3, self.model.steps, self.model.steps + 3])
-        self.buffer.extend(
-            self.model.write([[self.random.random() < 0.2 for _ in range(self.model.envs)] for _ in range(n)])
-        )
+        batch = self.model.write([[self.random.random() < 0.2 for _ in range(self.model.envs)] for _ in range(n)])
+        numbers, episodes = (batch[key].flatten().tolist() for key in ("number", "trajectory"))
+        self.episodes.update(zip(numbers, episodes, strict=True))
+        self.buffer.extend(batch)
 
     def prioritize(self):
         rows = self.random.sample(self.rows(), min(4, len(self.rows())))
@@ -73,6 +75,7 @@ class History:
     def empty(self):
         self.buffer.empty()
         self.model.empty()
+        self.episodes.clear()
 
     def reload(self):
         self.buffer.load_state_dict(copy.deepcopy(self.buffer.state_dict()))
@@ -148,6 +151,44 @@ def test_priorities_choose_among_rows_that_may_be_drawn(name, envs):
     assert_consistent(history.buffer.sampler.tree)
 
 
+DRAWS = {
+    "uniform": lambda n: RandomSampler(),
+    "by a law": lambda n: RandomSampler(law=Newest(10**9)),
+    "prioritized": prioritized,
+    "slices": lambda n: SliceSampler(slice_len=2, strict_length=False, pad_output=True),
+    "slices by transition": lambda n: SliceSampler(slice_len=2, weighting="transition"),
+    "slices by priority": lambda n: PrioritizedSliceSampler(n, 1.0, 1.0, 0.0, slice_len=2),
+}
+
+
+@pytest.mark.parametrize("envs", [1, 3])
+@pytest.mark.parametrize("outside", ["repeat", "zero", "cross", "skip"])
+@pytest.mark.parametrize("draws", DRAWS)
+def test_no_drawn_window_reaches_overwritten_steps(draws, outside, envs):
+    """CASES 79: a slot is padded where nothing was ever written, or beyond a trajectory's end, and nowhere else."""
+    if outside == "skip" and draws not in ("uniform", "prioritized"):
+        pytest.skip("refused")
+    windows = {"number": Window(-4, 0, outside=outside, mask="is_pad")}
+    history, padded = History(windows, envs, DRAWS[draws], seed=5), set()
+    history.prioritize = history.mark = lambda: None
+    for _ in range(80):
+        history.happens()
+        if not history.buffer.can_sample(32):
+            continue
+        batch, episodes = history.buffer.sample(32), history.episodes
+        for window, pad in zip(batch["number"].tolist(), batch["is_pad"].tolist(), strict=True):
+            wanted = [window[-1] - back * envs for back in range(4, -1, -1)]
+            inside = [
+                row in episodes and (outside == "cross" or episodes[row] == episodes[window[-1]]) for row in wanted
+            ]
+            assert pad == [not each for each in inside]
+            assert [row for row, each in zip(window, inside, strict=True) if each] == [
+                row for row, each in zip(wanted, inside, strict=True) if each
+            ]
+            padded.update(pad)
+    assert padded == ({False} if outside == "skip" else {False, True})
+
+
 SLICES = {
     "strict": (SliceSampler, {}, {}),
     "by transition": (SliceSampler, {"weighting": "transition"}, {"by_transition": True}),
@@ -171,7 +212,7 @@ def test_slices_begin_where_the_past_is_stored(name, envs):
         assert history.buffer.can_sample(12) == bool(due)
         if not due:
             if history.rows():
-                with pytest.raises(RuntimeError, match=r"single trajectory.* the longest .*count from their step 3 on"):
+                with pytest.raises(RuntimeError, match=r"single traj.* the longest .*oldest 3 steps do not count"):
                     history.buffer.sample(12)
             continue
         batch = history.buffer.sample(12)

@@ -7,7 +7,16 @@ import math
 import pytest
 import torch
 
-from gpubuf.data import EmphasizeRecent, Geometric, Linear, Newest, RandomSampler
+from gpubuf.data import (
+    Balanced,
+    EmphasizeRecent,
+    Geometric,
+    LazyTensorStorage,
+    Linear,
+    Newest,
+    RandomSampler,
+    TensorDictReplayBuffer,
+)
 from gpubuf.data.storage.windows import Window
 from tests.support.drawable_rows import windowed
 from tests.support.slice_model import SliceModel
@@ -78,6 +87,57 @@ def test_rows_are_drawn_as_often_as_the_law_says(name, envs, windows):
         assert_as_often(positions, due(model, parts, past))
         buffer.sampler.random_state("cpu").load_state_dict(state)
         assert torch.equal(buffer.sampler.choose(4000)[0], positions)
+
+
+@pytest.mark.parametrize("options", [{}, {"n_steps": 3}, {"windows": Window(-2, 0)}], ids=str)
+@pytest.mark.parametrize(
+    "tasks",
+    [["reach", "push", "reach", "reach", "open"], torch.tensor([7, 7, 7, 7, 7]), [2, 1, 2, 1, 0], range(5)],
+    ids=str,
+)
+def test_tasks_are_drawn_equally_often(tasks, options):
+    """A task, then a row of it, both uniformly: of a ring with room, a full one, and one that has lost rows."""
+    labels, model = (
+        torch.as_tensor(tasks).tolist() if isinstance(tasks, torch.Tensor) else list(tasks),
+        SliceModel(9, 5),
+    )
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(45, ndim=2),
+        sampler=RandomSampler(law=Balanced(tasks)),
+        reward_keys=["reward"],
+        **options,
+    )
+    buffer.set_rng(torch.Generator().manual_seed(1))
+    for steps in (1, 5, 3, 4):
+        rows = model.write([[False] * 5 for _ in range(steps)])
+        rows["reward"] = torch.rand(5, steps, 1)
+        buffer.extend(rows)
+        left_out = 2 if "windows" in options and model.written > 9 else 0
+        share = 1 / len(set(labels)) / (len(model.rows[0]) - left_out)
+        due = {
+            row.position: share / labels.count(labels[env])
+            for env, of_env in enumerate(model.rows)
+            for row in of_env[left_out:]
+        }
+        assert math.fsum(due.values()) == pytest.approx(1)
+        state = buffer.sampler.random_state("cpu").state_dict()
+        index = buffer.sample(20_000)["index"]
+        positions = index[:, 0] * 5 + index[:, 1]
+        assert_as_often(positions, due)
+        buffer.sampler.random_state("cpu").load_state_dict(state)
+        assert torch.equal(buffer.sampler.choose(20_000)[0], positions)
+
+
+def test_tasks_are_those_of_all_environments():
+    with pytest.raises(ValueError, match="tasks are those of the environments, of which there is at least one"):
+        Balanced([])
+    model = SliceModel(10, 3)
+    buffer = windowed(RandomSampler(law=Balanced("aab")), model, None)
+    buffer.extend(model.write([[False] * 3] * 2))
+    assert buffer.sample(8).shape == (8,)
+    buffer.sampler.law = Balanced("aabb")
+    with pytest.raises(ValueError, match=r"Balanced\(2 tasks of 4 environments\) can't draw rows of 3 environments"):
+        buffer.sample(8)
 
 
 @pytest.mark.parametrize("value", [0.5, torch.tensor(0.5), torch.tensor([0.5], dtype=torch.float64)])

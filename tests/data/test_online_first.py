@@ -47,11 +47,17 @@ class Queue:
 
     def __init__(self, every: int, room: int, envs: int, before: int, after: int) -> None:
         self.every, self.room, self.envs, self.before, self.after = every, room, envs, before, after
-        self.had = set[tuple[int, int]]()
+        self.empty(0)
+
+    def empty(self, written: int) -> None:
+        self.had, self.begin, self.start = set[tuple[int, int]](), written, -1
 
     def next(self, n: int, written: int) -> list[int]:
-        oldest = max(written - self.room, 0) + self.before
-        firsts = range(0, written - self.after, self.every)
+        oldest = max(written - self.room, self.begin)
+        if self.start < 0:
+            self.start = oldest
+        oldest += self.before
+        firsts = range(self.start, written - self.after, self.every)
         due = [(first, env) for first in firsts if first >= oldest for env in range(self.envs)]
         due = [window for window in due if window not in self.had][:n]
         # What is older than one that was taken doesn't come any more.
@@ -67,6 +73,9 @@ def test_new_windows_come_once_and_in_order(seed: int):
     buffer = made(every, room=room, envs=envs, before=before, after=after)
     queue, written = Queue(every, room, envs, before, after), 0
     for _ in range(60):
+        if chance.random() < 0.1:
+            buffer.empty()
+            queue.empty(written)
         n = chance.choice((1, 2, 5, room + 3))
         buffer.extend(steps(written, n, envs))
         written += n
@@ -80,6 +89,28 @@ def test_new_windows_come_once_and_in_order(seed: int):
             if due:
                 whole = torch.tensor(due).unsqueeze(1) + torch.arange(-before, after + 1)
                 assert torch.equal(batch["number"][: len(due)], whole)
+
+
+def test_windows_of_an_emptied_buffer_begin_with_its_first_step():
+    buffer = made(7, room=20, after=2)
+    for start in (0, 50):
+        buffer.extend(steps(start, 17, 1))
+        batch = buffer.sample(3)
+        assert batch["online"].tolist() == [True, True, True]
+        assert batch["number"][:, 0].tolist() == [start, start + 7, start + 14]
+        buffer.empty()
+
+
+def test_windows_go_on_where_they_were_cut():
+    """In a buffer of the same room, and of more."""
+    buffer = made(4, room=10)
+    buffer.extend(steps(0, 13, 1))
+    assert buffer.sample(1)["number"][0, 0] == 3
+    for room in (10, 30):
+        other = made(4, room=room)
+        other.load_state_dict(buffer.state_dict(), end_trajectories=False)
+        other.extend(steps(13, 5, 1))
+        assert other.sample(3)["number"][:2, 0].tolist()[0] == (11 if room == 10 else 7)
 
 
 def test_priorities_are_the_other_samplers_and_new_rows_weigh_one():

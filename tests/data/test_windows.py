@@ -267,6 +267,28 @@ def test_a_mixed_buffer_has_windows_of_all_its_parts():
     assert max(float(part.sampler.tree.max_priority) for part in parts) == 7
 
 
+@pytest.mark.parametrize("envs", [0, 3])
+def test_a_mixed_buffer_takes_back_the_rows_of_windows(envs):
+    """Each row of a window goes back to the buffer of the drawn one, whose number a batch has once."""
+    window = Window(-2, 1, outside="cross", rows="window")
+    parts = []
+    for start in (0, 100):
+        storage = LazyTensorStorage(36, ndim=2) if envs else 12
+        parts.append(buffer_of({"number": window}, storage=storage))
+        parts[-1].extend(rows(9, start, ends=(start + 4,), envs=envs))
+    mixed = MixedReplayBuffer(parts, batch_size=32)
+    batch = mixed.sample()
+    index, generation = batch["window", "index"], batch["window", "index_generation"]
+    inside = generation >= 0
+    new = TensorDict({"number": batch["number"] + 1000}, [32, 4])
+    before = [part[:]["number"].clone() for part in parts]
+    mixed.update_if_present(index, new, buffer=batch["buffer"], generation=generation)
+    for k, part in enumerate(parts):
+        drawn = batch["number"][inside & (batch["buffer"] == k)[:, None]]
+        due = torch.where(torch.isin(before[k], drawn), before[k] + 1000, before[k])
+        assert torch.equal(part[:]["number"], due)
+
+
 # What is done to batches
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from gpubuf.kernels import philox, rows
-from gpubuf.kernels.rows import GEOMETRIC, LINEAR, RECENT, UNIFORM, Reading, _cpu
+from gpubuf.kernels.rows import BALANCED, GEOMETRIC, LINEAR, RECENT, UNIFORM, Reading, _cpu
 from tests.kernels.reference.philox import uniforms
 
 CAPACITY, SEED = 24, 5
@@ -25,6 +26,9 @@ LAWS = {
     "newest": (RECENT, [-math.inf, 7.0]),
     "one": (RECENT, [-math.inf, 0.0]),
     "all": (RECENT, [0.0, 1e30]),
+    # Two tasks: of environments 0, 2 and 3, and of 1.
+    "balanced": (BALANCED, [2.0, 0.0, 3.0, 4.0, 0.0, 2.0, 3.0, 1.0]),
+    "three tasks": (BALANCED, [3.0, 0.0, 1.0, 2.0, 4.0, 3.0, 2.0, 1.0, 0.0]),
 }
 
 
@@ -38,6 +42,18 @@ def rank(law, numbers, u, m):
         return m - 1 - next(p for p in range(m) if unit < (p + 1) * (p + 2) // 2)
     if law == UNIFORM:
         return m - 1 - min(int(u * m), m - 1)
+    if law == BALANCED:
+        tasks = int(numbers[0])
+        bounds, envs = [list(map(int, part)) for part in (numbers[1 : tasks + 2], numbers[tasks + 2 :])]
+        # Every row has its share of [0, 1), task by task, environment by environment, from the oldest on.
+        shares = [
+            (Fraction(len(envs), tasks * (end - begin) * m), step * len(envs) + env)
+            for begin, end in itertools.pairwise(bounds)
+            for env in envs[begin:end]
+            for step in range(m // len(envs))
+        ]
+        reached = itertools.accumulate(share for share, _ in shares)
+        return next(m - 1 - row for end, (_, row) in zip(reached, shares, strict=True) if Fraction(u) < end)
     running = itertools.accumulate(math.exp(numbers[0] * r) for r in range(m))
     total = math.fsum(math.exp(numbers[0] * r) for r in range(m))
     return next((r for r, reached in enumerate(running) if u * total < reached), m - 1)
@@ -54,11 +70,11 @@ def arena_bytes(n):
 
 
 class Stored:
-    """Rows that are their own number, copied as columns or computed as fields of two environments."""
+    """Rows that are their own number, copied as columns or computed as fields, of four environments."""
 
     def __init__(self, fields):
         self.key = torch.arange(CAPACITY, dtype=torch.int64)
-        self.envs, self.past = (2, 3) if fields else (1, 0)
+        self.envs, self.past = (4, 2) if fields else (1, 0)
         entry = rows.table_entry(self.key.data_ptr(), 8)
         code = rows.dtype_code(torch.int64)
         field = rows.Field(*entry, kind=rows.DRAWN, stored=code, written=code, batch=code, elements=1)
@@ -81,7 +97,7 @@ def test_ranks_by_the_formula(backend, name, fields):
     """Of a ring with room, a full one, and one that has lost rows, of which the oldest steps may be left out."""
     n, stored = 300 if backend == "numba" else 70, Stored(fields)
     law, numbers = LAWS[name]
-    for written, size in ((2, 2), (10, 10), (CAPACITY, CAPACITY), (CAPACITY + 10, CAPACITY), (5 * CAPACITY, CAPACITY)):
+    for written, size in ((4, 4), (12, 12), (CAPACITY, CAPACITY), (CAPACITY + 8, CAPACITY), (5 * CAPACITY, CAPACITY)):
         arena, index, generation = stored.draw(name, written, size, n)
         left_out = stored.past * stored.envs if written > size else 0
         ranks = [rank(law, numbers, u, size - left_out) for u in uniforms(SEED, 0, n)]
@@ -96,8 +112,8 @@ def test_ranks_by_the_formula(backend, name, fields):
 
 @pytest.mark.parametrize("name", LAWS)
 def test_the_plain_definition_draws_the_same_positions(name):
-    how = reading_of(name, envs=2, past=3)
-    for written, size in ((6, 6), (CAPACITY + 8, CAPACITY)):
+    how = reading_of(name, envs=4, past=2)
+    for written, size in ((8, 8), (CAPACITY + 8, CAPACITY)):
         drawn = _cpu.drawn_rows(
             torch.tensor(uniforms(SEED, 0, 50), dtype=torch.float64), torch.tensor([written, size, 0, 0]), CAPACITY, how
         )
@@ -119,8 +135,9 @@ def test_many_rows_have_exact_ranks():
 def test_laws_that_can_not_be(backend):
     stored, ring, rng = Stored(False), torch.tensor([4, 4, 0, 0]), philox.new_state(SEED, "cpu")
     for how, error, text in (
-        (Reading(law=4), ValueError, r"law must be in 0 \.\. 3, not 4"),
-        (Reading(law=RECENT), TypeError, "law 3 needs two numbers"),
+        (Reading(law=5), ValueError, r"law must be in 0 \.\. 4, not 5"),
+        (Reading(law=RECENT), TypeError, "law 3 needs numbers"),
+        (Reading(law=BALANCED, numbers=torch.zeros(3, dtype=torch.float64)), ValueError, r"must have shape \[4\]"),
         (Reading(law=GEOMETRIC, numbers=torch.zeros(2)), TypeError, "numbers must be"),
         (
             Reading(law=GEOMETRIC, numbers=torch.zeros(3, dtype=torch.float64)),

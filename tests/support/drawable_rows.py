@@ -30,9 +30,10 @@ def has_lost(model: SliceModel) -> bool:
 
 
 def counted(model: SliceModel, past: int) -> list[list[Row]]:
-    """Trajectories, that of the oldest step without its first rows, where its head may be lost."""
-    oldest = {of_env[0].number for of_env in model.rows if of_env and has_lost(model)}
-    return [t[past if t[0].number in oldest else 0 :] for t in model.trajectories()]
+    """Trajectories, without the rows of the oldest ``past`` steps, where rows before them were overwritten."""
+    late = past if has_lost(model) else 0
+    left_out = {row.number for of_env in model.rows for row in of_env[:late]}
+    return [[row for row in t if row.number not in left_out] for t in model.trajectories()]
 
 
 def drawable(model: SliceModel, recipe: Recipe) -> list[Row]:

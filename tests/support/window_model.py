@@ -256,17 +256,13 @@ class History:
     def drawable(self) -> set[int]:
         """The numbers of the rows that may be drawn: steps that are needed before them were not overwritten.
 
-        A uniform sampler counts from the oldest row on, and always has the newest step; others look where trajectories
-        begin.
+        A uniform sampler always has the newest step.
         """
         past, found = self.buffer.parts.recipe.past, set[int]()
         for steps in self.envs_rows:
             n, uniform = len(steps.rows), isinstance(self.buffer.sampler, RandomSampler)
             needed = min(past, n - 1) if uniform else past
-            late = (
-                range(n) if not steps.lost else [i for i in range(n) if i >= needed or (not uniform and steps.first(i))]
-            )
-            found |= {steps.rows[i].number for i in late}
+            found |= {row.number for row in steps.rows[needed if steps.lost else 0 :]}
         return found
 
     def compare(self, batch: TensorDict) -> None:

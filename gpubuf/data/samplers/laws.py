@@ -1,4 +1,4 @@
-"""Laws by which rows are drawn with other probabilities than the same for all: by their age, in closed form.
+"""Laws by which rows are drawn with other probabilities than the same for all: by age or environment, in closed form.
 
 The *rank* of a row counts the rows that were written after it: 0 is the newest one, ``N - 1`` the oldest of ``N`` that
 may be drawn. The rows of a step of several environments follow each other. A law makes a rank of one uniform, in the
@@ -7,7 +7,10 @@ launch that copies the rows. Nothing is stored per row.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from gpubuf.data.arguments import check_count
 from gpubuf.data.recording import at_replays
-from gpubuf.kernels.rows import GEOMETRIC, LINEAR, RECENT, Reading
+from gpubuf.kernels.rows import BALANCED, GEOMETRIC, LINEAR, RECENT, Reading
 
 
 class Law:
@@ -23,15 +26,18 @@ class Law:
 
     Attributes:
         code: which of the laws in :mod:`gpubuf.kernels.rows` it is.
-        numbers: what that needs: float64 ``[2]``. It changes in place, so that captured graphs see it.
+        numbers: what that needs, float64. It changes in place, so that captured graphs see it.
     """
 
     code: ClassVar[int]
 
     def __init__(self, *numbers: float) -> None:
-        self.numbers = torch.tensor([*numbers, 0.0, 0.0][:2], dtype=torch.float64, device="cpu")
+        self.numbers = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         # The last result of `reading`, and what it was of.
         self._known: tuple[Any, tuple[Any, ...] | None] = (None, None)
+
+    def check(self, envs: int) -> None:
+        """Raise a ValueError unless rows of so many environments can be drawn."""
 
     def reading(self, reading: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
         """A :class:`gpubuf.kernels.rows.Reading` on ``device``, or its first entries, with this law."""
@@ -61,7 +67,7 @@ class Geometric(Law):
         if not 0 < decay < 1:
             raise ValueError(f"decay must be in (0, 1), got {decay}")
         self.decay = decay
-        super().__init__(math.log(decay))
+        super().__init__(math.log(decay), 0.0)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.decay})"
@@ -139,3 +145,42 @@ class EmphasizeRecent(Law):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(eta={self.eta}, least={self.least})"
+
+
+class Balanced(Law):
+    """Each task as often as any other, whichever number of environments it has, and each row of a task equally often.
+
+    For storages ``[T, E]`` where an environment writes rows of one task: draws a task uniformly, then one of its
+    environments, then a step, all from one uniform. With as many environments for each task that is what a uniform draw
+    does.
+
+    Rows of a task that are anywhere in a storage have no closed form: each write would have to update how many rows
+    every task has, and how to find the n-th of them. Give each task a buffer of its own instead, and draw from all of
+    them by a :class:`MixedReplayBuffer`: tasks are balanced in every batch, and no task overwrites rows of another.
+
+    Args:
+        tasks: the task of each environment, a number or a name; ``[E]``, or more dimensions if the storage has more. A
+            tensor on a GPU is waited for.
+
+    Raises:
+        ValueError: there is none; or, at a draw, the storage has another number of environments.
+    """
+
+    code = BALANCED
+
+    def __init__(self, tasks: Sequence[Hashable] | Tensor) -> None:
+        tasks = tasks.reshape(-1).tolist() if isinstance(tasks, Tensor) else list(tasks)
+        if not tasks:
+            raise ValueError("tasks are those of the environments, of which there is at least one")
+        counts = Counter(tasks)
+        number = {task: k for k, task in enumerate(counts)}
+        by_task = sorted(range(len(tasks)), key=lambda env: number[tasks[env]])
+        super().__init__(len(counts), *itertools.accumulate(counts.values(), initial=0), *by_task)
+        self._n_tasks, self._envs = len(counts), len(tasks)
+
+    def check(self, envs: int) -> None:
+        if envs != self._envs:
+            raise ValueError(f"{self} can't draw rows of {envs} environments: give it the task of each")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._n_tasks} tasks of {self._envs} environments)"

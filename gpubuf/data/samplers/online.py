@@ -23,11 +23,12 @@ from gpubuf.serialization import need
 class OnlineFirst(Sampler):
     """Windows of steps that no batch has had yet, the oldest first; then rows that another sampler draws.
 
-    The steps of each environment are cut into windows of ``every`` steps, one after the other, across the ends of
-    trajectories. Each is drawn by one row, as soon as all steps are stored that batches take around that:
-    ``windows=Window(-64, 0, outside="cross")`` with ``every=64`` are windows of 65 steps that share one with the next.
-    A window that was overwritten before its turn is left out. How many there are is known on the device, so
-    that a captured draw takes those that have come since the last replay. No host sync.
+    From the oldest step at the first draw on, also after ``empty()``, the steps of each environment are cut into
+    windows of ``every`` steps, one after the other, across the ends of trajectories. Each is drawn by one row, as soon
+    as all steps are stored that batches take around that: ``windows=Window(-64, 0, outside="cross")`` with ``every=64``
+    are windows of 65 steps that share one with the next. A window that was overwritten before its turn is left out. How
+    many there are is known on the device, so that a captured draw takes those that have come since the last replay. No
+    host sync.
 
     Batches have ``"online"``, bool ``[n]``: whether a row is that of such a window. Its importance weight is 1.
 
@@ -53,7 +54,8 @@ class OnlineFirst(Sampler):
             raise ValueError(f"OnlineFirst takes a sampler that draws any number of single rows, got {self.rest!r}")
         self.every = every
         self.has_priorities = self.rest.has_priorities  # type: ignore[misc]
-        #: Windows that batches have had, of all environments: int64 ``[]``.
+        #: Windows that batches have had, of all environments, and the step that the first one begins with (-1: the
+        #: oldest at the next draw), int64 ``[2]``.
         self._served: Tensor | None = None
 
     def __repr__(self) -> str:
@@ -103,13 +105,14 @@ class OnlineFirst(Sampler):
         """Positions int64 ``[n]``, with ``"online"`` and what the other sampler says. No host sync."""
         others, info = self.rest.choose(n)
         steps, envs = self.storage.shape[0], self.storage.rows.envs
-        served = self._served_windows()
+        served, start = self._served_windows()
+        start.copy_(self._start())
         begin, available = self._windows()
         begin = torch.maximum(served, begin)
         window = begin + torch.arange(n, device=others.device)
         online = window < available
         served.copy_(torch.maximum(torch.minimum(begin + n, available), served))
-        first = window.div(envs, rounding_mode="floor") * self.every
+        first = window.div(envs, rounding_mode="floor") * self.every + start
         row = first.remainder(steps) * envs + window.remainder(envs)
         if "priority_weight" in info:
             info = {**info, "priority_weight": torch.where(online, 1.0, info["priority_weight"])}
@@ -118,20 +121,30 @@ class OnlineFirst(Sampler):
     def _served_windows(self) -> Tensor:
         if self._served is None:
             at_replays().refuse("the first draw begins to count windows: sample once before")
-            self._served = torch.zeros((), dtype=torch.int64, device=self.storage.device)
+            self._served = torch.zeros(2, dtype=torch.int64, device=self.storage.device)
+            self._served[1].fill_(-1)
         at_replays().holds(self, "_served")
         return self._served
+
+    def _steps(self) -> tuple[Tensor, Tensor]:
+        """Steps written and stored, int64 ``[]`` each."""
+        counters, envs = self.storage.ring.counters, self.storage.rows.envs
+        return counters[WRITTEN].div(envs, rounding_mode="floor"), counters[SIZE].div(envs, rounding_mode="floor")
+
+    def _start(self) -> Tensor:
+        """The step that the first window begins with."""
+        (written, stored), start = self._steps(), self._served_windows()[1]
+        return torch.where(start < 0, written - stored, start)
 
     def _windows(self) -> tuple[Tensor, Tensor]:
         """The first window that is stored as a whole, and the number after the last one, int64 ``[]`` each.
 
-        Windows are numbered from the first step ever written, those of all environments side by side.
+        Windows of all environments are numbered side by side.
         """
-        counters, recipe, envs = self.storage.ring.counters, self.reader.recipe, self.storage.rows.envs
-        written, stored = (counters[each].div(envs, rounding_mode="floor") for each in (WRITTEN, SIZE))
-        last = (written - 1 - recipe.offsets[-1]).div(self.every, rounding_mode="floor")
-        oldest = written - stored + recipe.past
-        begin = -(-oldest).div(self.every, rounding_mode="floor")
+        (written, stored), start, recipe = self._steps(), self._start(), self.reader.recipe
+        last = (written - 1 - recipe.offsets[-1] - start).div(self.every, rounding_mode="floor")
+        oldest = written - stored + recipe.past - start
+        begin, envs = -(-oldest).div(self.every, rounding_mode="floor"), self.storage.rows.envs
         return begin * envs, (last + 1) * envs
 
     def can_sample(self, storage: TensorStorage, batch_size: int) -> bool:
@@ -178,26 +191,30 @@ class OnlineFirst(Sampler):
     def empty(self) -> None:
         super().empty()
         if self._served is not None:
-            self._served.zero_()
+            self._served[0].zero_()
+            self._served[1].fill_(-1)
 
     def _left_over(self) -> Tensor:
         """How many windows no batch has had, int64 ``[]``; those that were overwritten count."""
-        return self._windows()[1] - self._served_windows()
+        return self._windows()[1] - self._served_windows()[0]
 
     def state_dict(self) -> dict[str, Any]:
-        left = int(self._left_over()) if self._has_rows else None
-        return {"type": type(self).__name__, "rest": self.rest.state_dict(), "left": left}
+        left, after = None, None
+        if self._has_rows:
+            left, after = int(self._left_over()), int((self._steps()[0] - self._start()) % self.every)
+        return {"type": type(self).__name__, "rest": self.rest.state_dict(), "left": left, "after": after}
 
     def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
         self.rest.load_state_dict(state["rest"], order)
         if state["left"] is not None:
-            served = self._served_windows()
-            # Positions, and the count of steps, may be others now: what is left is not.
+            served, start = self._served_windows()
+            # Positions, and the count of steps, may be others now: what is left is not, nor how the newest were cut.
+            start.copy_((self._steps()[0] - state.get("after", 0)) % self.every)
             served.copy_(served + self._left_over() - state["left"])
 
     def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
         own = type(self).__name__
         need(state["type"] == own, f"the checkpoint is of a buffer with a {state['type']}, this buffer has a {own}")
         self.rest.check_state(state["rest"], capacity, size)
-        left = state["left"]
-        need(left is None or type(left) is int, "the checkpoint doesn't say how many windows are left")
+        for count in (state["left"], state.get("after")):
+            need(count is None or type(count) is int, "the checkpoint doesn't say how many windows are left")

@@ -228,7 +228,7 @@ class TrajectoryIndex(EndBits):
         text = f"Did not find a single trajectory with sufficient length: {self.rule.min_len} steps are needed, the "
         text += f"longest of {found} has {found.longest}"
         if self.rule.past:
-            text += f". Those that begin with the oldest row count from their step {self.rule.past} on, for windows"
+            text += f". Of a full ring the oldest {self.rule.past} steps do not count, for windows reach back from them"
         if self.signal.by_id and self.envs == 1 and found.longest == 1 and len(found) > 1:
             text += (
                 ". Every row has another identifier than the one before: if several environments take turns, use a "

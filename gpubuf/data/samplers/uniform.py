@@ -130,7 +130,8 @@ class RandomSampler(Sampler):
 
     Args:
         law: how often rows of each age are drawn: :class:`Geometric`, :class:`Linear`, :class:`Newest` or
-            :class:`EmphasizeRecent` of :mod:`gpubuf.data.samplers.laws`. None: all rows equally often.
+            :class:`EmphasizeRecent` of :mod:`gpubuf.data.samplers.laws`; or of each task: :class:`Balanced`. None: all
+            rows equally often.
         replacement: False makes a :class:`SamplerWithoutReplacement` of the other arguments.
         process_group: ranks that hold a shard each. Every batch then has ``"priority_weight"``, float32: the number of
             rows of this rank's shard, divided by the mean of the ranks' (docs/scale.md). One all-gather of 24 bytes per
@@ -195,6 +196,11 @@ class RandomSampler(Sampler):
         mass = self._whole.trajectory_index.total if self._whole else self.reader.count_drawn()
         return {"priority_weight": self.shards.weights(mass, n)}
 
+    def _checked(self, law: Law) -> Law:
+        # The first write decides how many environments there are.
+        law.check(self.storage.rows.envs)
+        return law
+
     def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
         """Positions, with equal probabilities or by the law. No host sync.
 
@@ -205,7 +211,7 @@ class RandomSampler(Sampler):
         random = self.random_state(storage.device)
         if self._whole:
             return self._whole.rows(n, random), info
-        return self.reader.draw(random.uniform(n), self.law), info
+        return self.reader.draw(random.uniform(n), self.law and self._checked(self.law)), info
 
     def draw(self, n: int) -> Drawn:
         """Choose and gather in one launch. No host sync."""
@@ -216,7 +222,8 @@ class RandomSampler(Sampler):
         random = self._random
         if not random or current.recording:
             random = self.random_state(self.reader.device)
-        tensors, index, generation = self.reader.sample_uniform(random.state, n, self.law)
+        law = self.law and self._checked(self.law)
+        tensors, index, generation = self.reader.sample_uniform(random.state, n, law)
         return Drawn(tensors, index, generation, info)
 
     def can_sample(self, storage: TensorStorage, batch_size: int) -> bool:

@@ -329,8 +329,8 @@ def run_rows(record: Recorder) -> None:
         table, index = ints(n_keys, rows.ENTRY), ints(n)
         record.run(rows.gather, table, ring, index, capacity, n_bytes)
         record.run(rows.sample, table, ring, rng, n, capacity, n_bytes)
-        for law in (rows.GEOMETRIC, rows.LINEAR, rows.RECENT):
-            how = rows.Reading(law=law, numbers=floats(2, dtype=torch.float64))
+        for law in (rows.GEOMETRIC, rows.LINEAR, rows.RECENT, rows.BALANCED):
+            how = rows.Reading(law=law, numbers=floats(4 if law == rows.BALANCED else 2, dtype=torch.float64))
             record.run(rows.sample, table, ring, rng, n, capacity, n_bytes, *how)
         record.run(rows.extend, table, keys(n, n_keys, n_bytes), ring, n, capacity)
         for generation in (None, index):
@@ -348,8 +348,9 @@ def run_rows(record: Recorder) -> None:
         how = rows.Reading(ends, links, noise, 1, n_steps, 0.99, windows=windows)
         record.run(rows.gather, table, ring, index, capacity, 2**16, *how)
         record.run(rows.sample, table, ring, rng, 256, capacity, 2**16, *how)
-        by_law = how._replace(law=rows.GEOMETRIC, numbers=floats(2, dtype=torch.float64))
-        record.run(rows.sample, table, ring, rng, 256, capacity, 2**16, *by_law)
+        for law, count in ((rows.GEOMETRIC, 2), (rows.BALANCED, 4)):
+            by_law = how._replace(law=law, numbers=floats(count, dtype=torch.float64))
+            record.run(rows.sample, table, ring, rng, 256, capacity, 2**16, *by_law)
     for n_keys, capacity in ((8, stored), (MAX_SOURCES, HUGE)):
         table, given = ints(n_keys, rows.FIELD), keys(256, n_keys, 2**16)
         links, owners = ints(capacity, dtype=torch.int32), ints(1001)

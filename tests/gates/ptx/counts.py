@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from benchmarks.studies import windows
-from benchmarks.studies.kernels import SIZES, calls, other_calls
+from benchmarks.studies.kernels import SIZES, calls, law_calls, other_calls
 from gpubuf.data import writing
 from gpubuf.kernels import _registry, config
 from tests.gates.ptx.launch import TARGETS, Executor
@@ -47,7 +47,8 @@ def shaped_as_on_a_gpu() -> Iterator[None]:
 
 def of_training(most: int | None = None) -> Iterator[tuple[str, Callable[[], object]]]:
     """The calls of :mod:`benchmarks.studies.kernels`, for so many sizes of batches."""
-    yield from itertools.chain(*(calls(kind, sizes[:most]) for kind, sizes in SIZES.items()), other_calls())
+    of_buffers = (calls(kind, sizes[:most]) for kind, sizes in SIZES.items())
+    yield from itertools.chain(*of_buffers, law_calls(), other_calls())
 
 
 def is_launch(operation: Any) -> bool:

@@ -27,9 +27,9 @@ def offsets(rule: Rule, length: int) -> list[int]:
     return allowed if length >= rule.min_len else []
 
 
-def counted(found: list[list[int]], beheaded: set[int], past: int, before: int = 0) -> list[list[int]]:
-    """What counts of trajectories: of those that begin with a ``beheaded`` row not the first ``past`` steps."""
-    cut = [trajectory[max(before, past if trajectory[0] in beheaded else 0) :] for trajectory in found]
+def counted(found: list[list[int]], left_out: set[int], before: int = 0) -> list[list[int]]:
+    """What counts of trajectories: not their first ``before`` steps, nor the rows that are left out."""
+    cut = [[row for row in trajectory[before:] if row not in left_out] for trajectory in found]
     return [trajectory for trajectory in cut if trajectory]
 
 
