@@ -17,13 +17,6 @@ from tests.support.learners import CHANGES, CONSTANT, World, changed, transition
 F32 = torch.float32
 
 
-@pytest.fixture
-def machine(machine: RecordedCuda, monkeypatch: pytest.MonkeyPatch) -> RecordedCuda:
-    """One whose recorder is no mode in the learner's eyes, as a CUDA graph is none."""
-    monkeypatch.setattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
-    return machine
-
-
 def world_of(**options: Any) -> World:
     """In float32; its loss does not look for NaN, as it does on a CPU alone."""
     world = World(dtype=F32, **options)
