@@ -26,6 +26,8 @@ from gpubuf.objectives.explicit import KNOWN, UnknownError, Update, update_of
 from gpubuf.objectives.fused import FUSED, precision_of_products
 from gpubuf.optim import AdamW
 
+_modes = torch._C._len_torch_dispatch_stack
+
 
 class Target(Protocol):
     """What moves target parameters after a step of the optimiser, as :class:`~gpubuf.objectives.SoftUpdate` does."""
@@ -176,7 +178,7 @@ class Learner:
 
     def _known(self) -> Update | None:
         """The update that is written out, if there is one for the loss as it is."""
-        if type(self.loss) not in KNOWN or torch._C._len_torch_dispatch_stack():
+        if type(self.loss) not in KNOWN or _modes():
             return None
         if torch.is_autocast_enabled("cpu") or torch._C._are_functorch_transforms_active():
             return None

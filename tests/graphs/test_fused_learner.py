@@ -11,17 +11,12 @@ import torch
 
 from gpubuf.data.recording import Recording
 from gpubuf.objectives.fused import FusedSACUpdate
+from tests.support.counted_launches import counted_launches
 from tests.support.graph_recorder import RecordedCuda
+from tests.support.interpreter import triton_on_cpu
 from tests.support.learners import CHANGES, CONSTANT, World, changed, transitions
 
 F32 = torch.float32
-
-
-@pytest.fixture
-def machine(machine: RecordedCuda, monkeypatch: pytest.MonkeyPatch) -> RecordedCuda:
-    """One whose recorder is no mode in the learner's eyes, as a CUDA graph is none."""
-    monkeypatch.setattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
-    return machine
 
 
 def world_of(**options: Any) -> World:
@@ -142,3 +137,37 @@ def test_updates_under_autocast_are_captured_and_a_graph_of_float32_is_not_repla
     due, found = states
     assert not [name for name in due if not torch.equal(found[name], due[name])]
     assert captures(machine) == 2
+
+
+@pytest.mark.parametrize(("policy", "launches"), [(True, 5), (False, 4)])
+def test_launches(policy, launches, machine: RecordedCuda):
+    """Of a whole update, with the step of the optimiser and of the targets; the noise is PyTorch's launch."""
+    world = world_of(capture=False)
+    batch = transitions(8, dtype=F32)
+    world.learner.buffer = None
+    with triton_on_cpu():
+        world.learner(batch.clone(), policy=policy)
+        with counted_launches() as found:
+            world.learner(batch.clone(), policy=policy)
+    assert all(name.startswith("perceptrons_") for name in found)
+    assert sum(found.values()) == launches
+
+
+@pytest.mark.parametrize("through_triton", [False, True])
+def test_a_step_in_the_launch_of_the_gradients_is_that_of_the_optimiser(through_triton, machine: RecordedCuda):
+    """Parameters, moments and targets, for updates with the policy and without; a watched optimiser steps itself."""
+    states = []
+    for watched in (False, True):
+        world = world_of(capture=False)
+        if watched:
+            world.optimizer.register_step_pre_hook(lambda *_: None)
+        torch.manual_seed(2)
+        with triton_on_cpu(through_triton):
+            world.run(4, policy_every=2)
+        stored = [each.grad is not None for each in world.loss.parameters() if each.requires_grad]
+        assert any(stored) == watched
+        states.append(world.state())
+    found, due = states
+    assert found.keys() == due.keys()
+    for name in due:
+        torch.testing.assert_close(found[name], due[name], rtol=1e-5, atol=1e-6, msg=name)
