@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import re
 import statistics
 import sys
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.measure.elsewhere import ROOT
-from benchmarks.measure.prediction import COLD, WARM, on_device
+from benchmarks.measure.prediction import COLD, TARGETS, WARM, of_perceptrons, on_device
 from benchmarks.measure.results import Run, Runs, by_curve, newest_runs
 from benchmarks.pictures import draw, outdated
 from benchmarks.studies.in_turn import WORKLOADS as HEADLINES
@@ -312,6 +313,35 @@ def launches(runs: Runs) -> str:
     return "\n\n".join([shown, copies, *(described(each) for each in (measured, run) if each is not None)])
 
 
+def updates(runs: Runs) -> str:
+    """docs/performance-launches.md: kernels of whole updates, and what the fused one should take."""
+    run, measured = runs.get("updates"), runs.get("update_times on cuda")
+    if run is None:
+        return f"No run of this kind is committed: {OPEN}."
+    found: dict[tuple[str, str], dict[bool, int]] = {}
+    for each in run.data["updates"]["updates"]:
+        found.setdefault((each["algorithm"], each["form"]), {})[each["prioritized"]] = each["total"]
+    rows = [[*name, *(str(of.get(how, "")) for how in (False, True))] for name, of in found.items()]
+    parts = [table(["update", "form", "kernels", "with priorities"], rows)]
+    of_families = run.data["updates"]["families"]
+    names = list(of_families[0]["more"])
+    rows = [[each["algorithm"], str(each["total"]), *(str(each["more"][n]) for n in names)] for each in of_families]
+    parts.append(table(["gpubuf by autograd", "kernels", *(f"more without `{name}`" for name in names)], rows))
+    rows = []
+    for precision, n in itertools.product(("ieee", "tf32x3", "tf32"), (256, 1024, 4096, 8192)):
+        block = 16 if n <= 1024 else 32 if n <= 4096 or precision != "tf32" else 64
+        took = (sum(one[-1] for one in of_perceptrons(n, on, precision, block).values()) for on in TARGETS.values())
+        rows.append([f"{precision}, {n}", *map(digits, took)])
+    parts.append(table(["five fused launches of SAC, predicted µs", *TARGETS], rows))
+    times = [] if measured is None else measured.data["update_times"]
+    rows = [
+        [f"{each['algorithm']}, {each['form']}", str(each["rows"]), each["precision"], digits(each["microseconds"])]
+        for each in times
+    ]
+    parts.append(table(["measured", "rows", "precision", "µs"], rows) if rows else f"Measured times: {OPEN}.")
+    return "\n\n".join([*parts, *(described(each) for each in (measured, run) if each is not None)])
+
+
 def windows(run: Run) -> str:
     """docs/windows.md: bytes and calls beside other libraries, and what the calls should take on an H200.
 
@@ -378,6 +408,7 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "speed": of_run(speed, "speed"),
     "rsl_rl": of_run(rsl_rl, "rsl_rl"),
     "launches": launches,
+    "updates": updates,
     "writers": of_run(writers, "writers"),
     "windows": of_run(windows, "windows"),
 }
