@@ -35,6 +35,21 @@ from gpubuf.kernels._registry import define
 IEEE, TF32X3, TF32, BF16 = range(4)
 """Values of ``precision``."""
 
+WEIGHT_TILE = (32, 64)
+"""Inputs and outputs of a weight whose gradients are one program's."""
+
+
+def tiles_of(n: int, precision: int) -> tuple[int, int, int, int]:
+    """(rows of a program, outputs, and inputs that it multiplies at a time, its warps) for a batch of n.
+
+    A small batch is cut into many programs, so that every multiprocessor has some. More rows would read weights more
+    rarely, but the three products of :data:`TF32X3` take thrice the registers.
+    """
+    if precision in (IEEE, TF32X3):
+        return (16, 64, 32, 4) if n <= 1024 else (32, 64, 16, 4)
+    return (16, 128, 32, 4) if n <= 512 else (32 if n <= 4096 else 64, 128, 32, 8)
+
+
 SCALARS = ("slope", "loss_qvalue", "alpha", "loss_actor", "loss_alpha", "entropy")
 """What :data:`sac_value_gradients` computes of a batch. ``slope`` is the derivative of ``loss_alpha`` by log_alpha; it
 comes first, where its address is as aligned as that of a parameter."""

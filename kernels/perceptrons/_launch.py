@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels._launching import all_registers, cdiv, launch
-from gpubuf.kernels.perceptrons import BF16, IEEE, SHAPE, TF32, TF32X3
+from gpubuf.kernels.perceptrons import BF16, IEEE, SHAPE, TF32, TF32X3, WEIGHT_TILE, tiles_of
 from gpubuf.kernels.perceptrons import _triton as layers
 from gpubuf.kernels.perceptrons import _triton_sac as kernels
 
@@ -21,7 +21,7 @@ SUMS = 256
 """Rows that the sums of losses take at a time."""
 
 WARPS: dict[str, Any] = {"num_warps": 4, "maxnreg": all_registers(4)}
-"""Of every program."""
+"""Of programs that compute gradients of weights."""
 
 
 def _power(width: int) -> int:
@@ -29,16 +29,11 @@ def _power(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def _tiles(n: int, widths: Sequence[int], precision: int) -> dict[str, Any]:
-    """How programs cover rows and layers: few rows of a small batch, so that every multiprocessor has some.
-
-    Three products of TF32 take thrice the registers.
-    """
-    thrice = precision in (IEEE, TF32X3)
-    block = 16 if n <= 1024 else 32 if n <= 4096 or thrice else 64
-    width = min(64 if thrice or block > 16 else 128, max(map(_power, widths)))
-    tiles = {"BLOCK": block, "WIDTH": width, "DEPTH": 16 if thrice and block > 16 else 32, "STAGES": 3}
-    return {"PRECISION": _PRECISIONS[precision], **tiles}
+def _tiles(n: int, widths: Sequence[int], precision: int) -> tuple[dict[str, Any], dict[str, int]]:
+    """How programs cover rows and layers, and what their threads have."""
+    block, width, depth, warps = tiles_of(n, precision)
+    of_tiles = {"BLOCK": block, "WIDTH": min(width, max(map(_power, widths))), "DEPTH": depth, "STAGES": 3}
+    return {"PRECISION": _PRECISIONS[precision], **of_tiles}, {"num_warps": warps, "maxnreg": all_registers(warps)}
 
 
 def _sizes(params: Sequence[Tensor], turned: bool) -> tuple[int, ...]:
@@ -54,7 +49,7 @@ def sac_act(
     action: Tensor, log_prob: Tensor,
 ) -> None:  # fmt: skip
     n, sizes = len(state), _sizes(online, True)
-    tiles = _tiles(n, sizes[1:-1], precision)
+    tiles, threads = _tiles(n, sizes[1:-1], precision)
     how = {
         "SIZES": sizes, "ACTIVATION": activation, "SHIFT": shift, "SMALLEST_SCALE": smallest_scale,
         "HAS_LOW": low is not None, "LOW_VALUE": low_value or 0, "HIGH_VALUE": high_value or 0,
@@ -64,7 +59,7 @@ def sac_act(
     bounds = (noise if low is None else low, noise if high is None else high)
     results = (tuple(hidden), head, action, log_prob)
     arguments = (next_state, state, noise, *bounds, tuple(target), tuple(online), *results, n)
-    launch(kernels.perceptrons_sac_act_kernel, (1 + policy) * cdiv(n, tiles["BLOCK"]), *arguments, **WARPS, **how)
+    launch(kernels.perceptrons_sac_act_kernel, (1 + policy) * cdiv(n, tiles["BLOCK"]), *arguments, **threads, **how)
 
 
 def sac_values(
@@ -73,12 +68,12 @@ def sac_values(
     hidden: Sequence[Tensor], q: Tensor,
 ) -> None:  # fmt: skip
     (n, width), nets, sizes = state.shape, q.shape[1], _sizes(online, turned)
-    tiles = _tiles(n, sizes[1:-1], precision)
+    tiles, threads = _tiles(n, sizes[1:-1], precision)
     inputs = (columns[0], width, columns[1], action.shape[1])
     how = {"NETS": nets, "SIZES": sizes, "INPUTS": inputs, "ACTIVATION": activation, "TURNED": turned, **tiles}
     programs = (2 + policy) * nets * cdiv(n, tiles["BLOCK"])
     arguments = (next_state, state, action, drawn, tuple(target), tuple(online), tuple(hidden), q, n)
-    launch(kernels.perceptrons_sac_values_kernel, programs, *arguments, **WARPS, **how)
+    launch(kernels.perceptrons_sac_values_kernel, programs, *arguments, **threads, **how)
 
 
 def sac_value_gradients(
@@ -88,7 +83,7 @@ def sac_value_gradients(
     precision: int, deltas: Sequence[Tensor], grad_q: Tensor, grad_action: Tensor, td_error: Tensor, scalars: Tensor,
 ) -> None:  # fmt: skip
     (nets, n, size), sizes = grad_action.shape, _sizes(online, turned)
-    tiles = _tiles(n, sizes[1:-1], precision)
+    tiles, threads = _tiles(n, sizes[1:-1], precision)
     inputs = (columns[0], sizes[0] - size, columns[1], size)
     how = {
         "NETS": nets, "SIZES": sizes, "INPUTS": inputs, "ACTIVATION": activation, "TURNED": turned,
@@ -99,7 +94,7 @@ def sac_value_gradients(
     results = (tuple(deltas), grad_q, grad_action, td_error, scalars)
     arguments = (q, log_prob, log_alpha, target_entropy, *given, tuple(online), tuple(hidden), *results, n)
     programs = (1 + policy) * nets * cdiv(n, tiles["BLOCK"]) + 1
-    launch(kernels.perceptrons_sac_value_gradients_kernel, programs, *arguments, **WARPS, **how)
+    launch(kernels.perceptrons_sac_value_gradients_kernel, programs, *arguments, **threads, **how)
 
 
 def sac_action_gradients(
@@ -109,7 +104,7 @@ def sac_action_gradients(
     deltas: Sequence[Tensor], grad_head: Tensor,
 ) -> None:  # fmt: skip
     (nets, n, size), sizes = grad_action.shape, _sizes(online, True)
-    tiles = _tiles(n, sizes[1:-1], precision)
+    tiles, threads = _tiles(n, sizes[1:-1], precision)
     how = {
         "NETS": nets, "SIZES": sizes, "ACTIVATION": activation, "REDUCTION": reduction,
         "HAS_WEIGHT": weight is not None, "SMALLEST_SCALE": smallest_scale, "HAS_LOW": low is not None,
@@ -117,15 +112,16 @@ def sac_action_gradients(
     }  # fmt: skip
     given = (noise if weight is None else weight, noise, noise if low is None else low, noise if high is None else high)
     arguments = (grad_action, log_alpha, *given, head, tuple(online), tuple(hidden), tuple(deltas), grad_head, n)
-    launch(kernels.perceptrons_sac_action_gradients_kernel, cdiv(n, tiles["BLOCK"]), *arguments, **WARPS, **how)
+    launch(kernels.perceptrons_sac_action_gradients_kernel, cdiv(n, tiles["BLOCK"]), *arguments, **threads, **how)
 
 
 def _products(shapes: Sequence[int], places: Sequence[int], activation: int, precision: int) -> dict[str, Any]:
     """Constants of products of weights' gradients."""
     products = tuple(zip(*[iter(shapes)] * SHAPE, strict=True))
-    tile, begins = {"WIDTH": 64, "HEIGHT": 32, "DEPTH": 32, "STAGES": 3}, [0]
-    for nets, _, _, width, _, fan_out, *_ in products:
-        begins.append(begins[-1] + nets * cdiv(width, tile["HEIGHT"]) * cdiv(fan_out, tile["WIDTH"]))
+    (height, width), begins = WEIGHT_TILE, [0]
+    for nets, _, _, fan_in, _, fan_out, *_ in products:
+        begins.append(begins[-1] + nets * cdiv(fan_in, height) * cdiv(fan_out, width))
+    tile = {"WIDTH": width, "HEIGHT": height, "DEPTH": 32, "STAGES": 3}
     of_tiles = {"PRECISION": _PRECISIONS[precision], **tile}
     return {"SHAPES": products, "FIRST": (*begins,), "PLACES": (*places,), "ACTIVATION": activation, **of_tiles}
 
