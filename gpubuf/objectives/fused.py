@@ -203,12 +203,12 @@ class FusedSACUpdate(SACUpdate):
             memory.critics_deltas, memory.grad_q, memory.grad_action, error, scalars,
         )  # fmt: skip
         products, inputs = of_critics, [state, action]
+        of_policy = functools.partial(
+            perceptrons.sac_action_gradients, memory.grad_action, log_alpha, weight, noise, low, high, memory.head,
+            self.actor.tensors, memory.of_actor, RELU, self._code[1], self._gaussian.scale_lb, *limits, precision,
+            memory.actor_deltas, memory.grad_head,
+        )  # fmt: skip
         if policy:
-            perceptrons.sac_action_gradients(
-                memory.grad_action, log_alpha, weight, noise, low, high, memory.head, self.actor.tensors,
-                memory.of_actor, RELU, self._code[1], self._gaussian.scale_lb, *limits, precision,
-                memory.actor_deltas, memory.grad_head,
-            )  # fmt: skip
             inputs = [state, action, *of_critics.inputs, state]
             products = of_critics + of_actor
         products = products._replace(inputs=[*inputs, *(of_actor if policy else of_critics).inputs])
@@ -217,14 +217,18 @@ class FusedSACUpdate(SACUpdate):
         if not policy:
             found = {name: found[name] for name in ("loss_qvalue", "alpha")}
         learns = policy and loss.log_alpha.requires_grad
-        self._pending = state, products, slope if learns else None, policy, precision
+        # What follows does not wait for priorities, nor they for it.
+        self._pending = state, products, slope if learns else None, of_policy if policy else None, precision
         loss._set_priority(batch, batch, error)
         return found
 
     def step_of(self, optimizer: Any) -> Fused | None:
-        state, products, slope, policy, precision = self._pending
+        state, products, slope, of_policy, precision = self._pending
         del self._pending
-        nets = [self.critics, self.actor] if policy else [self.critics]
+        nets = [self.critics]
+        if of_policy is not None:
+            of_policy()
+            nets.append(self.actor)
         numbers = [] if slope is None else [self.loss.log_alpha]
         own = [parameter for net in nets for parameter, _ in net.gradients]
         places = optimizer.places_of([*own, *numbers]) if isinstance(optimizer, AdamW) else None
