@@ -106,6 +106,10 @@ def discounted() -> SACLoss:
 
 KNOWN = {
     "plain": sac,
+    "SiLU": lambda: sac(
+        actor=make_sac_actor(OBSERVATION, ACTION, (8, 8), activation=nn.SiLU),
+        critic=make_sac_critic(OBSERVATION, ACTION, (8, 8), activation=nn.SiLU),
+    ),
     "squares": lambda: sac(loss_function="l2"),
     "absolute": lambda: sac(loss_function="l1"),
     "sums": lambda: sac(reduction="sum"),
@@ -185,7 +189,7 @@ def with_a_value_network() -> SACLoss:
 UNKNOWN = {
     "float64": lambda: sac().double(),
     "bfloat16": lambda: sac().bfloat16(),
-    "SiLU": lambda: sac(critic=make_sac_critic(OBSERVATION, ACTION, (8,), activation=nn.SiLU)),
+    "two activations": lambda: sac(critic=make_sac_critic(OBSERVATION, ACTION, (8,), activation=nn.SiLU)),
     "norms": lambda: sac(critic=make_sac_critic(OBSERVATION, ACTION, (8,), norm="layer")),
     "no hidden layer": lambda: sac(()),
     "no bias": no_bias,
