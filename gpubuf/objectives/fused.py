@@ -97,7 +97,7 @@ class FusedSACUpdate(SACUpdate):
     everywhere and nothing frozen. The
     actor reads one entry, and critics that entry and the action. Targets are those of one step. Precision is that of
     PyTorch's products: TF32 where ``torch.set_float32_matmul_precision`` allows it, bfloat16 under ``torch.autocast``,
-    else TF32 in three parts, which is nearly float32.
+    else float32, which some GPUs make of three products of TF32.
     """
 
     activations = (nn.ReLU, nn.SiLU)
@@ -122,6 +122,7 @@ class FusedSACUpdate(SACUpdate):
         if type(loss._value_estimator) is not TD0Estimator or self.loss.log_alpha.dtype is not self.dtype:
             raise UnknownError("targets over several steps, or a temperature of another dtype")
         self._act = SILU if self.activation is nn.SiLU else RELU
+        self._float32 = perceptrons.float32_on(self.device)
         self._memory: dict[int, tuple[Scratch, Products, Products]] = {}
 
     def fits(self, batch: TensorDictBase) -> bool:
@@ -139,7 +140,7 @@ class FusedSACUpdate(SACUpdate):
         kind = self.device.type
         if torch.is_autocast_enabled(kind):
             return perceptrons.BF16 if torch.get_autocast_dtype(kind) is torch.bfloat16 else None
-        return perceptrons.TF32 if allows_tf32() else perceptrons.TF32X3
+        return perceptrons.TF32 if allows_tf32() else self._float32
 
     def _prepared(self, n: int) -> tuple[Scratch, Products, Products]:
         """(memory for n rows; the products of weights of the critics; those of the actor too)."""
