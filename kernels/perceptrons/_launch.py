@@ -121,7 +121,7 @@ def _products(shapes: Sequence[int], places: Sequence[int], activation: int, pre
     (height, width), begins = WEIGHT_TILE, [0]
     for nets, _, _, fan_in, _, fan_out, *_ in products:
         begins.append(begins[-1] + nets * cdiv(fan_in, height) * cdiv(fan_out, width))
-    tile = {"WIDTH": width, "HEIGHT": height, "DEPTH": 32, "STAGES": 3}
+    tile = {"WIDTH": width, "HEIGHT": height, "DEPTH": 16 if precision == IEEE else 32, "STAGES": 3}
     of_tiles = {"PRECISION": _PRECISIONS[precision], **tile}
     return {"SHAPES": products, "FIRST": (*begins,), "PLACES": (*places,), "ACTIVATION": activation, **of_tiles}
 
