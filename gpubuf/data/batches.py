@@ -240,14 +240,13 @@ class Batches:
         return info
 
     def _rows_of_windows(self, key: Key, drawn: Drawn) -> dict[Any, Tensor]:
-        """The index of each row of windows, from their positions, and its generation."""
-        place = self.reader.layout.position(key)
-        assert place is not None
-        found = drawn.tensors[place]
-        generation = self.storage.generations(found.reshape(-1)).view(found.shape)
+        """The index and the generation of each row of windows, from what the kernels know."""
+        names = key, (*key[:-1], "index_generation")
+        index, generation = (drawn.tensors[self.reader.layout.keys.index(name)] for name in names)
+        generation = self.storage.ring.with_rewrites(index, generation)
         if self.storage.ndim > 1:
-            found = torch.where((found < 0).unsqueeze(-1), -1, self.storage.unravel(found))
-        return {key: found, (*key[:-1], "index_generation"): generation}
+            index = torch.where((index < 0).unsqueeze(-1), -1, self.storage.unravel(index))
+        return dict(zip(names, (index, generation), strict=True))
 
     def finish(self, batch: Batch) -> Batch:
         """Relabel, copy to the device of batches, collate, transform and pin."""
