@@ -124,7 +124,7 @@ class Ring:
     def _rewrites(self, index: Tensor) -> Tensor:
         assert self.rewritten is not None
         # Other indices than those of rows are told by the kernels.
-        return self.rewritten.take(index.clamp(0, self.capacity - 1)) * (index >= 0)
+        return self.rewritten.gather(0, index.clamp(0, self.capacity - 1))
 
     def to(self, device: torch.device) -> None:
         """Move the counters."""
