@@ -171,13 +171,11 @@ class RowPlan:
 
     def draw(self, rng: Tensor, n: int, law: Law | None = None) -> Tensor:
         """The positions of the rows that :meth:`sample_uniform` draws. One launch, no host sync."""
-        table = self.table
-        if table is None:
-            raise RuntimeError(NOT_INITIALIZED)
-        reading = self._reading if law is None else law.reading(self._reading, table.device)
+        assert self.table is not None
+        reading = self._reading if law is None else law.reading(self._reading, self.device)
         # A batch of no keys: what moves images does not move on, and lost observations count where they are read.
         how = rows.Reading(*reading)._replace(links=None, noise=None, draws=0)
-        index: Tensor = _sample(table[:0], self._ring.counters, rng, n, self._capacity, 0, *how)[1]
+        index: Tensor = _sample(self.table[:0], self._ring.counters, rng, n, self._capacity, 0, *how)[1]
         return index
 
     def sample_uniform(self, rng: Tensor, n: int, law: Law | None = None) -> tuple[list[Tensor], Tensor, Tensor]:
