@@ -23,6 +23,7 @@ SHORT = {
     "discrete_sac": "--steps 210 --learning-starts 205 --width 16 --batch-size 16 --episodes 1",
     "dreamer": "--steps 13 --warmup 10 --window 4 --batch-size 2 --horizon 2",
     "dqn": "--steps 60 --warmup 40 --batch-size 16",
+    "pixel_sac": "--steps 24 --warmup 20 --size 16 --batch-size 4",
     "ray_actor": "--folder buffer --rounds 2 --steps 50 --updates 5",
     "offline": "--folder data --rows 500 --steps 5 --batch-size 32",
     "rsl_rl_pendulum": "--algorithm SAC --iterations 1 --envs 4",

@@ -164,7 +164,7 @@ class Hindsight(TrajectoryBounds):
         self, storage: TensorStorage, rows: Tensor, relabelled: Tensor, uniform: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Which rows are relabelled, and the row whose achievement is the goal of each."""
-        steps, envs = storage.shape[0], math.prod(storage.shape[1:])
+        steps, envs = storage.shape[0], storage.rows.envs
         first, last, length = self.bounds(storage, rows)
         # A GPU gives rows that are not stored no trajectory.
         relabelled = relabelled & (length > 0)

@@ -7,7 +7,6 @@ and this class is not there.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
@@ -306,7 +305,7 @@ class Prefetched(Batches):
         """Choose the rows of the next batch and request their pages. None: they are to be chosen anew."""
         sampler = self.sampler
         positions, info = sampler.choose(n)
-        envs = math.prod(storage.shape[1:])
+        envs = storage.rows.envs
         around = [(positions + offset * envs) % storage.max_size for offset in self.reader.recipe.offsets]
         storage.request(torch.cat(around))
         return None if isinstance(sampler, SliceSampler) else _Chosen(positions, info, sampler.ran_out)

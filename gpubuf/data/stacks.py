@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gpubuf.data.operation import Operation
 from gpubuf.data.processing.base import as_keys
 from gpubuf.data.recording import at_replays, host_can_read
-from gpubuf.data.storage.containers import Data
+from gpubuf.data.storage.containers import Data, numpy_dtype
 from gpubuf.data.storage.host_memory import to_device
 from gpubuf.data.storage.layout import Key, as_written
-from gpubuf.data.storage.plan import Recipe
+from gpubuf.data.storage.plan import Recipe, RowPlan, position_of
+from gpubuf.data.storage.rows import Rows
 from gpubuf.data.storage.schema import END_NAMES, NEXT_KEY, default_ends
 from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.data.storage.windows import Window
@@ -85,6 +87,9 @@ class FrameStack:
         self._storage: Any = None
         self._reader: Any = None
         self._recipe, self._time_dim = Recipe(), 0
+        # How a step on the host is looked at, as long as the rows are where they are.
+        self._looks: list[_Look] = []
+        self._placed: Any = None
         # How many rows of the first write a GPU refuses: before it there is nowhere to count them.
         self._unseen: list[Tensor] = []
 
@@ -97,9 +102,9 @@ class FrameStack:
     def windows(self) -> dict[Key, Window]:
         """The windows that make stacks of frames, by key."""
         window = Window(1 - self.frames, 0, outside="repeat" if self.padding == "reset" else "zero", join=0)
-        return dict.fromkeys([each for key in self.keys for each in self._pair(key)], window)
+        return dict.fromkeys([each for key in self.keys for each in self.pair(key)], window)
 
-    def _pair(self, key: Key) -> list[Key]:
+    def pair(self, key: Key) -> list[Key]:
         """A key, and its next one."""
         return [key, (NEXT_KEY, *key)] if self.next_too else [key]
 
@@ -193,6 +198,30 @@ class FrameStack:
             self._compare(stacks, data)
         return data
 
+    def newest_of(self, columns: Sequence[Any]) -> list[Any] | None:
+        """One step, an array on the host for each key that is written, with newest frames in place of stacks: views.
+
+        None: :meth:`inv` is to look at it. Something is no stack, or is where this does not look.
+        """
+        rows, reader = self._storage.rows, self._reader
+        if self._placed is not reader.placed:
+            self._looks, self._placed = self._found_looks(rows, reader), reader.placed
+        ring, found = rows.ring, [*columns]
+        first = (ring.cursor or ring.capacity) - rows.envs
+        for look in self._looks:
+            if not look.finds(found, first, self._storage.readers.end_bits.at(first // rows.envs)):
+                return None
+        return found if self._looks else None
+
+    def _found_looks(self, rows: Rows, reader: RowPlan) -> list[_Look]:
+        """Those of all keys; none where :meth:`inv` looks at all that comes."""
+        if rows.device.type != "cpu" or self._recipe.traj_key is not None or rows.shape[0] < self.frames:
+            return []
+        try:
+            return [_Look(self, key, rows, reader) for key in self.keys]
+        except TypeError:  # NumPy lacks the dtype.
+            return []
+
     def _steps(self, value: Tensor) -> Tensor:
         """A tensor of a batch as ``[T, E, ...]``."""
         ndim = self._storage.ndim
@@ -210,7 +239,7 @@ class FrameStack:
         told, found = self._told(given, (steps, envs)), list[_Differing]()
         before, begins = self._before(stacks, told[:1])
         for key in self.keys:
-            leads = self._pair(key)[-1]
+            leads = self.pair(key)[-1]
             stack, coming, own = stacks[key], stacks[leads], before[leads]
             (first,) = to_device([stack[:1]], own.device)
             found.append((self._differ(first, own, begins), 0, key))
@@ -292,6 +321,64 @@ class FrameStack:
             f"{where}: {as_written(key)!r} is no stack that {self!r} can give back, and nothing is written: {due}. "
             "Call end_trajectories() where an episode is left without a flag"
         )
+
+
+class _Look:
+    """How the stacks of a key, and of its next one, are found in arrays of one step on the host, and compared.
+
+    Args:
+        stack: says what is due.
+        key: one of its keys.
+        rows: where they are now: on the CPU.
+        reader: reads them.
+    """
+
+    def __init__(self, stack: FrameStack, key: Key, rows: Rows, reader: RowPlan) -> None:
+        layout, step, pair, what = rows.schema.written, tuple(rows.shape[1:]), stack.pair(key), "there are stacks of"
+        self._stack, self._places = stack, [position_of(layout, each, what) for each in pair]
+        leaf = layout.leaves[self._places[0]]
+        self._size, *rest = leaf.shape
+        self._frame, self._shape = (*step, *leaf.shape), (rows.envs, stack.frames * self._size, *rest)
+        # Of an array [*E, ...]: the axes that bring its frames to the front, its shape, and its dtype.
+        self._axes = [*range(len(self._frame))]
+        self._axes.insert(len(step), self._axes.pop(len(step) + stack.dim % len(leaf.shape)))
+        moved = (*step, *self._shape[1:])
+        self._given, self._dtype = tuple(moved[axis] for axis in np.argsort(self._axes)), numpy_dtype(leaf.dtype)
+        # The stack of the newest row of each environment that leads to the next row's.
+        self._read, index, due = reader.prepared_gather(position_of(reader.layout, pair[-1], what), rows.envs)
+        self._which, self._newest, self._due = np.arange(rows.envs), index.numpy(), due.numpy()
+
+    def finds(self, columns: list[Any], first: int, ends: np.ndarray) -> bool:
+        """Put the newest frames of the key, and of its next one, into the columns of a step: views.
+
+        False: they are no stacks, or no such arrays; some may have changed.
+
+        Args:
+            columns: of a step.
+            first: the position of the first of the newest rows.
+            ends: which of them end an episode: not 0, ``[E]``.
+        """
+        stacks, size, next_too = list[np.ndarray](), self._size, self._stack.next_too
+        for place in self._places:
+            value = columns[place]
+            if type(value) is not np.ndarray or value.shape != self._given or value.dtype != self._dtype:
+                return False
+            stack = value.transpose(self._axes).reshape(self._shape)
+            columns[place] = stack[:, -size:].reshape(self._frame)
+            stacks.append(stack)
+        own, coming = stacks[0], stacks[-1]
+        np.add(self._which, first, self._newest)
+        self._read()
+        due = self._due
+        if not next_too:
+            due = np.concatenate([due[:, size:], own[:, -size:]], 1)
+        if np.count_nonzero(ends):
+            begins = ends != 0
+            due[begins] = np.concatenate([own[begins, -size:]] * self._stack.frames, 1)
+            if self._stack.padding == "zero":
+                due[begins, :-size] = 0
+        moves_on = not next_too or coming[:, :-size].tobytes() == own[:, size:].tobytes()
+        return moves_on and own.tobytes() == due.tobytes()
 
 
 def _unlike(one: Tensor, two: Tensor) -> Tensor:

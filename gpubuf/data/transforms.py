@@ -69,10 +69,17 @@ class Compose(nn.Module):
         elif given:
             raise TypeError("give transforms one by one, or a list of them, not both")
         self.steps = nn.ModuleList()
-        #: Whether there is none. An attribute, for every sample asks.
-        self.is_empty = True
+        self._note()
         for transform in transforms:
             self.append(transform)
+
+    def _note(self) -> None:
+        """Note what every sample and every write asks."""
+        #: Whether there is none.
+        self.is_empty = not len(self.steps)
+        stacks = stacks_of(self)
+        #: The frame stacks, where there is nothing else; None: batches alone can be written.
+        self.stacks = stacks if len(stacks) == len(self.steps) else None
 
     def append(self, transform: Callable[[Data], Data], *, invert: bool = False) -> None:
         """Add a transform after the others."""
@@ -95,12 +102,12 @@ class Compose(nn.Module):
     def place(self, index: int, step: nn.Module) -> None:
         """Add a step of another Compose, with the transform in it and its direction, before the one at ``index``."""
         self.steps.insert(index, step)
-        self.is_empty = False
+        self._note()
 
     def pop(self, index: int = -1) -> Any:
         """Remove the transform at ``index``, the last one by default, and return it."""
         step: Any = self.steps.pop(index)
-        self.is_empty = not len(self.steps)
+        self._note()
         return step.transform
 
     @property

@@ -98,7 +98,7 @@ class Writes:
         Returns:
             Its index, of which one row has no need. None: it takes the general way; nothing changed.
         """
-        route = self._current_route()
+        route = None if self.transform.stacks else self._current_route()
         values = None if route is None else route.layout.entries_of(data)
         if route is None or values is None or route.step or not runs_at_once(route.ring):
             return None
@@ -208,15 +208,18 @@ class Writes:
     def columns(self, columns: Arrays, one_step: bool) -> bool:
         """Write rows, in eager mode. False: they take the general way, as :meth:`as_batch`, and nothing has changed."""
         route = self._current_route()
-        if route is None:
+        stacks = self.transform.stacks
+        if route is None or (stacks and not one_step):
             return False
         index = None
         if runs_at_once(route.ring):
             ready = route.one_step if one_step else route.sized(columns)
             values = None if ready is None else route.in_order(columns)
+            for stack in stacks or ():
+                values = None if values is None else stack.newest_of(values)
             if ready is not None and values is not None and ready.fill(values):
                 index = self.storage.append_prepared(ready.launch, ready.n)
-        if index is None and isinstance(columns, Mapping) and len(columns) > len(route.layout.leaves):
+        if index is None and (stacks or (isinstance(columns, Mapping) and len(columns) > len(route.layout.leaves))):
             return False
         if index is None:
             sources, n = route.sources(columns, one_step, self.dim_extend)
@@ -251,7 +254,7 @@ class Writes:
         route = self._route
         if route is None or not route.fits(self.storage):
             route = self._route = self._new_route()
-        if route is None or not route.direct or not self.transform.is_empty or current.recording is not None:
+        if route is None or not route.direct or self.transform.stacks is None or current.recording is not None:
             return None
         # The first rows after all were forgotten may be others.
         return route if self.storage.ring.size else None

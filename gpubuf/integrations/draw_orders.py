@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ class EachEnvironment(Sampler):
             ValueError: ``n`` is no multiple of the number of environments.
         """
         storage = self.storage
-        envs = math.prod(storage.shape[1:])
+        envs = storage.rows.envs
         if n % envs:
             raise ValueError(f"{n} rows can't be drawn of {envs} environments, the same number of each")
         environment = self._environments.get((n, storage.device))
@@ -64,7 +63,7 @@ class WholeWindows(Sampler):
     def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
         """Flat positions, int64 ``[n]``. As long as no row is followed by so many steps, the oldest step is drawn."""
         storage = self.storage
-        envs = math.prod(storage.shape[1:])
+        envs = storage.rows.envs
         uniform = self.random_state(storage.device).uniform(n)
         written, size = storage.ring.counters[WRITTEN], storage.ring.counters[SIZE]
         among = (size - (self.n_steps - 1) * envs).clamp(min=envs)

@@ -207,7 +207,7 @@ class StableBuffer:
                 "share_next": [(*_OBSERVATION, *name) for name in once],
                 "next_capacity": next_capacity,
                 # Rows that store observations once are converted anyway: a flag then takes a byte.
-                "dtypes": {**({_TERMINATED: torch.bool} if once else {}), **(dtypes or {})},
+                "dtypes": {**({_TERMINATED: torch.bool} if optimize_memory_usage else {}), **(dtypes or {})},
             },
             RandomSampler() if sampler is None else sampler,
             relabel=relabel,

@@ -225,10 +225,10 @@ def test_every_return_is_that_of_a_plain_model(seeds, tmp_path):
     [
         (EndBits, "update_returns", lambda self, returns, rewards, rule, dtype, n: None),
         (EndBits, "update_returns", "n += self.signal.by_id + self._marks.by_writers"),
-        (Readers, "end", "self.returns.write(1)"),
-        (Readers, "depends_on", "or (self.returns is not None and self.returns.depends_on(columns))"),
+        (Readers, "end", "each.write(1)"),
+        (Readers, "depends_on", lambda self, columns: self.end_bits.depends_on(columns)),
         (Returns, "load", "self.rebuild()"),
-        (Readers, "place", "self.returns.readdress(rows.table)"),
+        (Readers, "_kept", property(lambda self: [each for each in (self.end_bits,) if each is not None])),
     ],
 )
 def test_the_histories_notice_a_fault(where, name, fault, monkeypatch, tmp_path):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -130,8 +132,10 @@ class Program:
     def write(self) -> None:
         """Write in any of the ways that there are."""
         batch, rows = self.made(n := self.random.choice([1, 1, 2, 3, 7, self.steps + 2]))
-        way = self.random.choice(["extend", "columns", "dict", "single"])
-        if way == "single" and n == 1:
+        way = self.random.choice(["extend", "columns", "dict", "single", "step"])
+        if way == "step" and n == 1:
+            self.buffer.add_columns(self.step_of(batch))
+        elif way == "single" and n == 1:
             self.buffer.add(batch[:, 0] if self.n_envs > 1 and self.time else batch[0])
         elif way == "columns":
             self.buffer.extend_columns(dict(batch.items(True, True)))
@@ -142,6 +146,11 @@ class Program:
             self.buffer.extend(batch)
             assert all(torch.equal(bits(value), bits(before[key])) for key, value in batch.items(True, True))
         self.keep(rows)
+
+    def step_of(self, batch: TensorDict) -> dict[Any, np.ndarray]:
+        """The only step of a batch, as environments give it: arrays ``[...]``, or ``[E, ...]``."""
+        step = batch[:, 0] if self.n_envs > 1 and self.time else batch[0]
+        return {key: value.numpy() for key, value in step.items(True, True)}
 
     # What happens besides
 
@@ -184,8 +193,10 @@ class Program:
         stack[self.random.randrange(self.frames - 1)].view(-1).view(torch.uint8)[0] ^= 1
         before = self.buffer.write_count
         whose = f" of environment {env}:" if self.n_envs > 1 else ":"
+        by_step = n == 1 and self.random.random() < 0.5
+        write = partial(self.buffer.add_columns, self.step_of(wrong)) if by_step else partial(self.buffer.extend, wrong)
         with pytest.raises(ValueError, match=f"^row {step}{whose} {key!r}".replace("(", r"\(").replace(")", r"\)")):
-            self.buffer.extend(wrong)
+            write()
         assert self.buffer.write_count == before
         self.buffer.extend(batch)
         self.keep(rows)
@@ -244,6 +255,28 @@ def test_stacks_come_back(seed):
     program = Program(seed)
     for _ in range(25):
         program.act()
+
+
+def test_steps_of_arrays_are_looked_at_where_they_are():
+    """Not by the way of batches, which takes ten times as long: of both paddings, along any dimension, at ends too."""
+    for shape, dim, padding, next_too in itertools.product([(1, 5), (4, 5, 3)], [0, -1], ["reset", "zero"], [0, 1]):
+        rows = stacked(*images(*shape), dim=dim, padding=padding)
+        if not next_too:
+            del rows["next", "pixels"]
+        stack = FrameStack("pixels", dim=dim, padding=padding, next_too=bool(next_too))
+        buffer = buffer_of(stack, once=["pixels"] * next_too)
+        steps = [{key: value.numpy() for key, value in row.items(True, True)} for row in rows.unbind(0)]
+        buffer.add_columns(steps[0])
+        with mock.patch.object(FrameStack, "inv", side_effect=AssertionError):
+            for step in steps[1:]:
+                buffer.add_columns(step)
+        found = everything(buffer)
+        assert all(same(found[key], value) for key, value in rows.items(True, True))
+    rows = stacked(*images(1, 5)).apply(lambda value: value.bfloat16())
+    buffer = buffer_of(FrameStack("pixels"))
+    for row in rows.unbind(0):
+        buffer.add_columns(dict(row.items(True, True)))
+    assert same(everything(buffer)["pixels"], rows["pixels"])
 
 
 # One thing at a time

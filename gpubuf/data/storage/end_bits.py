@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,9 @@ _update_returns = without_dispatch(trajectories.update_returns)
 _cpu = Backend("gpubuf.kernels.trajectories._cpu")
 _bounds = without_dispatch(trajectories.bounds, given=("row",))
 
+
+#: The bits of a word.
+_BITS = np.left_shift(1, np.arange(64))
 
 #: The streams that a write is of: the first step and the number of each, in order.
 Streams = Sequence[tuple[int, int]]
@@ -293,6 +297,11 @@ class EndBits:
         """
         first, last, length = _bounds(self.ends, self._ring.counters, row, self.steps, self.envs)
         return first, last, length
+
+    def at(self, step: int) -> Any:
+        """Which environments have an end at a step, on the CPU: a NumPy array ``[E]``, not 0 where there is one."""
+        word, bit = divmod(step, 64)
+        return self.ends.numpy()[word * self.envs : (word + 1) * self.envs] & _BITS[bit]
 
     def update_eligible(self, eligible: Tensor, n: int, demand: Demand) -> Tensor:
         """Bits of rows that may be drawn: see :data:`gpubuf.kernels.trajectories.update_eligible`."""

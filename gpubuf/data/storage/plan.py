@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Protocol, cast
@@ -164,6 +164,16 @@ class RowPlan:
             return found
         n_bytes = rows.arena_offsets([leaf.row_bytes], n)[1]
         return rows_in(_gather(table, ring, index, self._capacity, n_bytes, *self._reading)[0], leaf, n)
+
+    def prepared_gather(self, key: int, n: int) -> tuple[Callable[[], object], Tensor, Tensor]:
+        """What makes :meth:`gather_key` of ``n`` rows on the CPU, while they are placed as now; their positions, int64
+        ``[n]``, which are to be set before; and what it fills.
+        """
+        assert self.table is not None
+        index = torch.zeros(n, dtype=torch.int64, device="cpu")
+        found = torch.empty((n, *self.layout.leaves[key].shape), dtype=self.layout.leaves[key].dtype, device="cpu")
+        given = (self.table[key : key + 1], self._ring.counters, None, index, n, self._capacity, [found], self._reading)
+        return functools.partial(_cpu.read, *given), index, found
 
     def count_drawn(self) -> Tensor:
         """From how many rows :meth:`sample_uniform` draws: int64, 0-dim. No host sync."""

@@ -154,18 +154,20 @@ class Readers:
             self.returns_by = recipe.returns
         self._readers.add(reader)
 
+    @property
+    def _kept(self) -> list[EndBits | Returns]:
+        """What is known of trajectories: the ends before what reads them."""
+        return [each for each in (self.end_bits, self.returns) if each is not None]
+
     def depends_on(self, columns: set[int]) -> bool:
         """Whether one of these stored keys tells where trajectories end, or is added up, for who has to know."""
-        told = self.end_bits is not None and self.end_bits.depends_on(columns)
-        return told or (self.returns is not None and self.returns.depends_on(columns))
+        return any(each.depends_on(columns) for each in self._kept)
 
     def end(self, ring: Ring, env: int | None) -> None:
         """End the trajectories of the newest rows, of one environment or of all. There is memory for marks."""
         self._marks.end(ring.counters, env)
-        if self.end_bits is not None:
-            self.end_bits.write(1)
-        if self.returns is not None:
-            self.returns.write(1)
+        for each in self._kept:
+            each.write(1)
         self._followers.on_end()
 
     def check_rows(self, schema: Schema, ndim: int) -> None:
@@ -203,11 +205,9 @@ class Readers:
         self._rows = rows
         if anew and self.ends_by is not None:
             self._keep_ends(rows, self.ends_by)
-        elif self.end_bits is not None:
-            self.end_bits.readdress(rows.table)
-            if self.returns is not None:
-                self.returns.readdress(rows.table)
-            self._followers.keep(ends=self.end_bits, returns=self.returns)
+        for each in self._kept:
+            each.readdress(rows.table)
+        self._followers.keep(ends=self.end_bits, returns=self.returns)
         for reader in self._readers:
             if isinstance(reader, RowPlan):
                 self._set(reader, rows)
