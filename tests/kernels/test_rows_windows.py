@@ -289,6 +289,15 @@ def test_a_slot_whose_next_observation_is_lost(backend):
     assert store.counters[3] == 0
 
 
+def test_a_draw_of_no_keys_finds_the_same_rows(backend):
+    store = Store([Spec(2), Spec(2, DRAWN, of=0, window=3, first=-2, writes=False)], 8, written=13)
+    store.past = 2
+    index, state = store.sample(philox.new_state(1, "cpu"), 20)[1], philox.new_state(1, "cpu")
+    found = rows.sample(store.table[:0], store.ring, state, 20, 8, 0, *store.reading(1))
+    assert torch.equal(found[1], index)
+    assert state.tolist() == [1, 20, 0]
+
+
 def test_what_a_reading_refuses(backend):
     store = Store([Spec(1), Spec(1, DRAWN, of=0, window=2, writes=False)], 4, written=4)
     for past in (-1, MAX_REACH + 1):
