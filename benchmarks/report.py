@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import re
 import statistics
 import sys
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.measure.elsewhere import ROOT
-from benchmarks.measure.prediction import COLD, WARM, on_device
+from benchmarks.measure.prediction import COLD, TARGETS, WARM, of_perceptrons, on_device
 from benchmarks.measure.results import Run, Runs, by_curve, newest_runs
 from benchmarks.pictures import draw, outdated
 from benchmarks.studies.in_turn import WORKLOADS as HEADLINES
@@ -27,6 +28,7 @@ from benchmarks.workloads.registry import REGISTRY, TITLES
 from benchmarks.workloads.replay import WORKLOADS
 from benchmarks.workloads.sac import WORKLOADS as SAC
 from benchmarks.workloads.slices import SLICES
+from gpubuf.kernels import perceptrons
 
 #: Stands for a figure that no run has.
 OPEN = "open"
@@ -324,6 +326,36 @@ def on_h200(run: Run) -> str:
     return table(head, counted)
 
 
+def updates(runs: Runs) -> str:
+    """docs/performance-launches.md: kernels of whole updates, and what the fused one should take."""
+    run, measured = runs.get("updates"), runs.get("update_times on cuda")
+    if run is None:
+        return f"No run of this kind is committed: {OPEN}."
+    found: dict[tuple[str, str], dict[bool, int]] = {}
+    for each in run.data["updates"]["updates"]:
+        found.setdefault((each["algorithm"], each["form"]), {})[each["prioritized"]] = each["total"]
+    rows = [[*name, *(str(of.get(how, "")) for how in (False, True))] for name, of in found.items()]
+    parts = [table(["update", "form", "kernels", "with priorities"], rows)]
+    of_families = run.data["updates"]["families"]
+    names = list(of_families[0]["more"])
+    rows = [[each["algorithm"], str(each["total"]), *(str(each["more"][n]) for n in names)] for each in of_families]
+    parts.append(table(["gpubuf by autograd", "kernels", *(f"more without `{name}`" for name in names)], rows))
+    rows = []
+    codes = {"ieee": perceptrons.IEEE, "tf32x3": perceptrons.TF32X3, "tf32": perceptrons.TF32}
+    for precision, n in itertools.product(codes, (256, 1024, 4096, 8192)):
+        tiles = perceptrons.tiles_of(n, codes[precision])
+        took = (sum(one[-1] for one in of_perceptrons(n, on, precision, tiles).values()) for on in TARGETS.values())
+        rows.append([f"{precision}, {n}", *map(digits, took)])
+    parts.append(table(["five fused launches of SAC, predicted µs", *TARGETS], rows))
+    times = [] if measured is None else measured.data["update_times"]
+    rows = [
+        [f"{each['algorithm']}, {each['form']}", str(each["rows"]), each["precision"], digits(each["microseconds"])]
+        for each in times
+    ]
+    parts.append(table(["measured", "rows", "precision", "µs"], rows) if rows else f"Measured times: {OPEN}.")
+    return "\n\n".join([*parts, *(described(each) for each in (measured, run) if each is not None)])
+
+
 def windows(run: Run) -> str:
     """docs/windows.md: bytes and calls beside other libraries.
 
@@ -384,6 +416,7 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "speed": of_run(speed, "speed"),
     "rsl_rl": of_run(rsl_rl, "rsl_rl"),
     "launches": launches,
+    "updates": updates,
     "writers": of_run(writers, "writers"),
     "windows": of_run(windows, "windows"),
     "windows_gpu": of_run(on_h200, "kernels"),

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any, Protocol, cast
@@ -17,13 +17,16 @@ from tensordict.nn import TensorDictParams
 from torch import Tensor, nn
 
 from gpubuf import graphs
-from gpubuf.data.recording import is_same
+from gpubuf.data.recording import current, is_same
 from gpubuf.data.storage.layout import priority_mask_key
 from gpubuf.data.transforms import Compose
 from gpubuf.modules.linear import _hooks_of_all
 from gpubuf.objectives.base import LossModule, _check_updater
 from gpubuf.objectives.explicit import KNOWN, UnknownError, Update, update_of
+from gpubuf.objectives.fused import FUSED, precision_of_products
 from gpubuf.optim import AdamW
+
+_modes = torch._C._len_torch_dispatch_stack
 
 
 class Target(Protocol):
@@ -45,10 +48,12 @@ class Learner:
     the loss are read on the device, and need none. An update that can't be captured runs eagerly, and a warning says
     why, once.
 
-    On a CPU, :class:`~gpubuf.objectives.SACLoss` and :class:`~gpubuf.objectives.TD3Loss` of plain perceptrons (see
-    :mod:`gpubuf.modules`) have their gradients written out, without autograd: the same up to rounding, and faster. They
-    are written into the same memory at each call, and are the ``grad`` of the parameters. All else, and parameters with
-    hooks, goes through autograd.
+    :class:`~gpubuf.objectives.SACLoss` of plain perceptrons (see :mod:`gpubuf.modules`), and on a CPU
+    :class:`~gpubuf.objectives.TD3Loss`, have their gradients written out, without autograd: the same up to rounding,
+    and faster. On a GPU whole networks are then one launch (:mod:`gpubuf.kernels.perceptrons`), by TF32 where
+    ``torch.set_float32_matmul_precision("high")`` allows it, and in bfloat16 under autocast. Gradients are written into
+    the same memory at each call, and are the ``grad`` of the parameters. All else, and parameters with hooks, goes
+    through autograd.
 
     Args:
         loss: a loss of :mod:`gpubuf.objectives` or another library, or a function: it takes a batch, and returns a
@@ -119,10 +124,7 @@ class Learner:
             raise ValueError("a learner without a buffer needs a batch: learner(batch)")
         if not self._capture or self._device.type not in graphs.GRAPH_DEVICES:
             return self._update(batch, policy)[0]
-        watch = self._new_watch()
-        if watch is not None:
-            self.reset()
-            self._watch = watch
+        self._look()
         losses, written = self._replayed(batch, policy)
         if batch is not None:
             for key, value in written.items():
@@ -136,29 +138,48 @@ class Learner:
         if batch is None:
             batch = self.buffer.sample()
         assert batch is not None
-        losses = self._gradients(batch, policy)
-        moving = policy or not getattr(self.loss, "delayed_targets", False)
-        if isinstance(self.optimizer, AdamW):
-            self.optimizer.step(targets=moving)
+        explicit = self._known()
+        if explicit is not None and explicit.fits(batch):
+            losses = explicit.prepare(batch, policy)
+            if not self.loss.nan_named:
+                self.loss._look_for_nan(batch, losses)
         else:
-            self.optimizer.step()
-        if self.target is not None and moving:
-            self.target.step()
-        if self.buffer is not None:
-            self.buffer.update_tensordict_priority(batch)
+            explicit, losses = None, self._gradients(batch, policy)
+        moving = policy or not getattr(self.loss, "delayed_targets", False)
+        with self._giving_priorities(batch):
+            step = None if explicit is None else explicit.step_of(self.optimizer)
+            if isinstance(self.optimizer, AdamW):
+                self.optimizer.step(targets=moving, fused=step)
+            else:
+                self.optimizer.step()
+            if self.target is not None and moving:
+                self.target.step()
         keys = getattr(self.loss, "tensor_keys", None)
         priority = getattr(keys, "priority", "td_error")
         written = {key: batch.get(key, None) for key in (priority, priority_mask_key(priority))}
-        return losses, {key: value for key, value in written.items() if value is not None}
+        scalars = TensorDict(dict(losses), batch_size=[])
+        return scalars, {key: value for key, value in written.items() if value is not None}
 
-    def _gradients(self, batch: TensorDictBase, policy: bool) -> TensorDict:
-        """Set the gradients; the losses."""
-        explicit = self._known()
-        if explicit is not None and explicit.fits(batch):
-            losses: Mapping[str, Tensor] = explicit(batch, policy)
-            if not self.loss.nan_named:
-                self.loss._look_for_nan(batch, losses)
-            return TensorDict(dict(losses), batch_size=[])
+    @contextlib.contextmanager
+    def _giving_priorities(self, batch: TensorDictBase) -> Iterator[None]:
+        """Give the batch's priorities back, in a graph by a branch of it: what comes within goes on meanwhile."""
+        if self.buffer is None:
+            yield
+        elif current.recording is None:
+            yield
+            self.buffer.update_tensordict_priority(batch)
+        else:
+            main, side = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                self.buffer.update_tensordict_priority(batch)
+            try:
+                yield
+            finally:
+                main.wait_stream(side)
+
+    def _gradients(self, batch: TensorDictBase, policy: bool) -> dict[str, Tensor]:
+        """Set the gradients by autograd; the losses."""
         found = self.loss(batch) if policy else self.loss.critic_losses(batch)
         losses = {name: value for name, value in found.items() if value.ndim == 0 or name.startswith("loss")}
         parts = [value for name, value in losses.items() if name.startswith("loss_")]
@@ -170,36 +191,34 @@ class Learner:
         # By this thread: another one, which PyTorch has for each GPU, waits for Python at every function of ours.
         with torch.autograd.set_multithreading_enabled(False):
             sum(minimised[1:], minimised[0]).backward()
-        return TensorDict({name: value.detach() for name, value in losses.items()}, batch_size=[])
+        return {name: value.detach() for name, value in losses.items()}
 
     def _known(self) -> Update | None:
         """The update that is written out, if there is one for the loss as it is."""
-        loss = self.loss
-        if type(loss) not in KNOWN or self._device.type in graphs.GRAPH_DEVICES:
+        if type(self.loss) not in KNOWN or _modes():
             return None
-        if torch.is_autocast_enabled("cpu"):
+        if torch.is_autocast_enabled("cpu") or torch._C._are_functorch_transforms_active():
             return None
-        if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
-            return None
-        watch = self._new_watch()
-        if watch is not None:
-            self._explicit = None
-            with contextlib.suppress(UnknownError):
-                groups = self.optimizer.param_groups
-                self._explicit = update_of(loss, [each for group in groups for each in group["params"]])
-            self._watch = watch
+        self._look()
         return self._explicit
 
-    def _new_watch(self) -> Watch | None:
-        """None: nothing has changed since the last update. Else what notices the next change.
+    def _look(self) -> None:
+        """Where something has changed since the last update, drop the graphs, and find the update that fits.
 
-        It is to be set when all is done that follows from the change: who is interrupted before does it again.
+        What notices the next change is set when that is done: who is interrupted before does it again.
         """
         parts = self.loss, self.optimizer, self.target, self.buffer
         if self._watch is not None and self._watch.parts == parts and self._watch.unchanged():
-            return None
+            return
         self._watch = None
-        return Watch(*parts)
+        watch = Watch(*parts)
+        self.reset()
+        self._explicit = None
+        on_gpu = self._device.type in graphs.GRAPH_DEVICES
+        with contextlib.suppress(UnknownError):
+            learning = [each for group in self.optimizer.param_groups for each in group["params"]]
+            self._explicit = update_of(self.loss, learning, FUSED if on_gpu else KNOWN)
+        self._watch = watch
 
     # --- graphs ---
 
@@ -306,6 +325,7 @@ class Watch:
             *map(any, map(_hooks, self._learning)),
             torch.is_autocast_enabled(self._kind),
             torch.get_autocast_dtype(self._kind),
+            precision_of_products(),
         ]
         return values, objects, numbers
 

@@ -409,6 +409,27 @@ class BlockPlan:
     num_warps: int
 
 
+@dataclass(frozen=True)
+class PartPlan:
+    """How kernels cover ``[rows, width]`` numbers, whose rows are cut into parts where sums over rows are needed.
+
+    Attributes:
+        block_rows: rows that a program has at a time.
+        block_width: elements of a row that a program has at a time.
+        blocks: of rows or of elements, as the kernel says.
+        parts: of the rows, a program each.
+        part_rows: rows of each of these.
+        num_warps: of a program.
+    """
+
+    block_rows: int
+    block_width: int
+    blocks: int
+    parts: int
+    part_rows: int
+    num_warps: int
+
+
 REAL = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 FINISH_BLOCK = 256

@@ -95,7 +95,9 @@ def _on_its_device(target: str, trusted: bool = False) -> Callable[..., Any]:
     return call
 
 
-def define(schema: str, family: str = "", *, cpu: str = "", cuda: str = "", fake: Callable[..., Any]) -> Any:
+def define(
+    schema: str, family: str = "", *, cpu: str = "", cuda: str = "", fake: Callable[..., Any] = lambda *_: None
+) -> Any:
     """Define ``gpubuf::<name>`` and return its overload, ready to be called.
 
     Args:
@@ -104,7 +106,8 @@ def define(schema: str, family: str = "", *, cpu: str = "", cuda: str = "", fake
             the name of the family: ``rows_gather`` is ``gather`` of ``rows/_cpu.py``, and of ``rows/_launch.py``, which
             serves CUDA and ROCm, and in tests CPU tensors.
         cpu, cuda: these functions, as ``"module:function"``, where they are elsewhere.
-        fake: shape-only implementation, for ``FakeTensorMode`` and ``torch.compile``.
+        fake: shape-only implementation, for ``FakeTensorMode`` and ``torch.compile``. Default: that of an operation
+            which returns nothing.
 
     ``Library.impl`` takes 1.5 µs per call, ``torch.library.custom_op`` 10 µs.
     """

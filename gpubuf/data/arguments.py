@@ -14,10 +14,11 @@ _LIBRARIES = {"torchrl": "TorchRL"}
 _warned: set[str] = set()
 
 
-def warn(text: str) -> None:
-    """A warning that points to the line that called gpubuf, however deep in it the reason was found."""
+def warn(
+    text: str, inside: tuple[str, ...] = ("gpubuf.data", "gpubuf.integrations", "torch._compile", "torch._dynamo")
+) -> None:
+    """A warning that points to the line that called gpubuf, however deep ``inside`` of it the reason was found."""
     level, frame = 1, sys._getframe()
-    inside = ("gpubuf.data", "gpubuf.integrations", "torch._compile", "torch._dynamo")
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inside):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)

@@ -222,35 +222,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     """A :class:`ReplayBuffer` with a :class:`PrioritizedSampler`.
 
     Args:
-        alpha, beta, eps: as for :class:`PrioritizedSampler`.
-        storage, **kwargs: as for :class:`ReplayBuffer`.
-    """
-
-    def __init__(
-        self,
-        storage: TensorStorage | Callable[[], TensorStorage] | int | None = None,
-        *,
-        alpha: float,
-        beta: float,
-        eps: float = 1e-8,
-        **kwargs: Any,
-    ) -> None:
-        made = storage_of(storage)
-        sampler = PrioritizedSampler(made.max_size, alpha, beta, eps)
-        super().__init__(storage=made, sampler=sampler, **kwargs)
-
-    @property
-    def sampler(self) -> PrioritizedSampler:
-        """The sampler."""
-        return cast(PrioritizedSampler, self.parts.sampler)
-
-
-class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
-    """A :class:`TensorDictReplayBuffer` with a :class:`PrioritizedSampler`.
-
-    Args:
         alpha, beta, eps, reduction: as for :class:`PrioritizedSampler`.
-        storage, **kwargs: as for :class:`TensorDictReplayBuffer`.
+        storage, **kwargs: as for :class:`ReplayBuffer`.
     """
 
     def __init__(
@@ -271,3 +244,12 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
     def sampler(self) -> PrioritizedSampler:
         """The sampler."""
         return cast(PrioritizedSampler, self.parts.sampler)
+
+
+class TensorDictPrioritizedReplayBuffer(PrioritizedReplayBuffer, TensorDictReplayBuffer):
+    """A :class:`TensorDictReplayBuffer` with a :class:`PrioritizedSampler`.
+
+    Args:
+        alpha, beta, eps, reduction: as for :class:`PrioritizedSampler`.
+        storage, **kwargs: as for :class:`TensorDictReplayBuffer`.
+    """

@@ -40,6 +40,14 @@ def entries(tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> list[Tenso
     return found
 
 
+def output(network: Any, tensordict: TensorDictBase, key: NestedKey) -> Tensor:
+    """What ``network`` writes at ``key`` for a batch, which stays as it is."""
+    if is_plain(network) and network.out_keys[0] == key:
+        value: Tensor = network.module(*entries(tensordict, network.in_keys))
+        return value
+    return entry(network(tensordict.exclude(key)), key)
+
+
 def entry(tensordict: TensorDictBase, key: NestedKey) -> Tensor:
     """The tensor at ``key``.
 

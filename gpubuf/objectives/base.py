@@ -7,10 +7,9 @@ import copy
 import inspect
 import math
 import operator
-import sys
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 
@@ -20,6 +19,7 @@ from tensordict.nn import TensorDictModuleBase, TensorDictParams, dispatch
 from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor, nn
 
+from gpubuf.data import arguments
 from gpubuf.data.recording import current
 from gpubuf.data.storage.layout import priority_mask_key
 from gpubuf.kernels import td
@@ -46,13 +46,10 @@ if TYPE_CHECKING:
     from gpubuf.objectives.options import CommonOptions, LossOptions
 
 
-def warn(text: str) -> None:
-    """A warning that points to the caller of a loss, or of its constructor, however many classes that has."""
-    level, frame = 1, sys._getframe()
-    inside = ("gpubuf.objectives", "torch.nn.modules.module", "tensordict.nn.")
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inside):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, category=UserWarning, stacklevel=level)
+warn = partial(
+    arguments.warn, inside=("gpubuf.data.arguments", "gpubuf.objectives", "torch.nn.modules.module", "tensordict.nn.")
+)
+"""A warning that points to the caller of a loss, or of its constructor, however many classes that has."""
 
 
 def _target_params(name: str) -> property:

@@ -7,9 +7,8 @@ from typing import Any
 
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
-from torch import Tensor
 
-from gpubuf.modules.fast_call import entries, entry, is_plain
+from gpubuf.modules.fast_call import entry, output
 from gpubuf.objectives.base import LossModule
 from gpubuf.objectives.batch import next_state
 from gpubuf.objectives.discrete_sac import chosen_values, space_of
@@ -106,23 +105,16 @@ class DQNLoss(LossModule):
 
     def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
         seen, network = self._seen(tensordict), self._networks.single["value_network"]
-        following = next_state(seen)
+        following, key = next_state(seen), self.tensor_keys.action_value
         with without_gradients():
-            next_q = network.target.run(following, self._values, following)
-            best = network.online.run(following, self._values, following) if self.double_dqn else next_q
+            next_q = network.target.run(following, output, following, key)
+            best = network.online.run(following, output, following, key) if self.double_dqn else next_q
             next_value = next_q.gather(-1, best.argmax(-1, keepdim=True)).squeeze(-1)
             target = self.td_target(next_value.unsqueeze(0), seen, next_value.shape)
-        q = network.online.run(seen, self._values, seen)
+        q = network.online.run(seen, output, seen, key)
         _, mask = self.row_weights(seen, target.shape)
         # The first dimension counts critics: here there is one.
         chosen = chosen_values(q.unsqueeze(0), entry(seen, self.tensor_keys.action), self.action_space, mask)
         loss, td_error = self.td_loss(chosen, target, seen)
         self._set_priority(tensordict, seen, td_error.square())
         return self._output(tensordict, {"loss": loss}, {})
-
-    def _values(self, network: Any, state: TensorDictBase) -> Tensor:
-        """Values of all actions, ``[*S, A]``, by ``network``, which may be its target."""
-        if is_plain(network) and network.out_keys[0] == self.tensor_keys.action_value:
-            value: Tensor = network.module(*entries(state, network.in_keys))
-            return value
-        return entry(network(state.exclude(self.tensor_keys.action)), self.tensor_keys.action_value)

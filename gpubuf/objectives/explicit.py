@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import unwrap
 from typing import Any, NamedTuple, cast
 
@@ -35,6 +35,7 @@ from gpubuf.objectives.batch import LOSS_FUNCTIONS, REDUCTIONS, next_state, redu
 from gpubuf.objectives.networks import BatchedCritics, StackedCritics
 from gpubuf.objectives.sac import SACLoss
 from gpubuf.objectives.td3 import TD3Loss
+from gpubuf.optim.adamw import Fused
 
 # The formulas of the operations, without their checks and conversions.
 _sample, _sample_backward = unwrap(density.sample), unwrap(density.sample_backward)
@@ -207,21 +208,25 @@ class Perceptrons:
         #: (parameter, memory for its gradient).
         self.gradients = [(each, torch.empty_like(each).detach()) for each in learning if each is not None]
         gradients = iter(gradient for _, gradient in self.gradients)
-        self.nets = nets([tensor.detach() for tensor in tensors])
-        self._into = nets([None if each is None else next(gradients) for each in learning])
-        self._widths: list[int] = [weight.shape[1] for weight, _ in self.nets[0]]
+        kept = [None if each is None else next(gradients) for each in learning]
+        #: Weight and bias of each layer, of all nets, and the memory for their gradients, as the parameters are.
+        self.tensors, self.into = [tensors[place].detach() for place in used], [kept[place] for place in used]
+        self.turned = turned
+        self.nets, self._into = nets([tensor.detach() for tensor in tensors]), nets(kept)
         self.like: Tensor = self.nets[0][0].weight
-        self.inputs = self.like.shape[0]
+        #: Its widths: inputs, hidden layers, outputs.
+        self.sizes: list[int] = [self.like.shape[0], *(weight.shape[1] for weight, _ in self.nets[0])]
+        self.inputs = self.sizes[0]
         self._memory, self._prepared = memory, (-1, 0)
 
     @property
     def outputs(self) -> int:
         """Numbers that a net returns for a row."""
-        return self._widths[-1]
+        return self.sizes[-1]
 
     def _prepare(self, rows: int, batches: int) -> None:
         """Take memory for that many batches of rows, and prepare the calls on it."""
-        hidden, count, total = self._widths[:-1], len(self.nets), rows * batches
+        hidden, count, total = self.sizes[1:-1], len(self.nets), rows * batches
         x, self._out = self.like.new_empty(total, self.inputs), self.like.new_empty(count, total, self.outputs)
         self._inputs = x.split(rows)
         #: Memory for the gradient of what the first batch results in, ``[N, B, out]``.
@@ -254,6 +259,10 @@ class Perceptrons:
     def backward(self) -> None:
         """Set the gradients of all parameters that learn, by :attr:`grad` of the last :meth:`forward`."""
         self._backward.run()
+        self.set_gradients()
+
+    def set_gradients(self) -> None:
+        """Let parameters that learn have the gradients in memory."""
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
 
@@ -286,10 +295,18 @@ class Perceptrons:
 # --- what is known ----------------------------------------------------------------------------------------------------
 
 
-def _perceptron(parts: Iterable[nn.Module], kinds: tuple[type, ...]) -> list[nn.Module]:
-    """The linear layers among ``parts``, which have a ReLU between each two, and nothing else."""
+def _activation(parts: Iterable[nn.Module], known: Sequence[type]) -> type:
+    """The only kind of activation among ``parts``, which is one of those known; the first of these if there is none."""
+    found = {type(part) for part in parts} & {nn.ReLU, nn.SiLU}
+    if len(found) > 1 or not found <= {*known}:
+        raise UnknownError("other activations")
+    return found.pop() if found else known[0]
+
+
+def _perceptron(parts: Iterable[nn.Module], kinds: tuple[type, ...], activation: type) -> list[nn.Module]:
+    """The linear layers among ``parts``, which have an activation between each two, and nothing else."""
     found = list(parts)
-    if len(found) % 2 == 0 or any(type(p) not in ((nn.ReLU,) if i % 2 else kinds) for i, p in enumerate(found)):
+    if len(found) % 2 == 0 or any(type(p) not in ((activation,) if i % 2 else kinds) for i, p in enumerate(found)):
         raise UnknownError(f"a network of {', '.join(type(part).__name__ for part in found)}")
     return found[::2]
 
@@ -304,27 +321,27 @@ def _places(linear: Sequence[nn.Module], tensors: Sequence[Tensor]) -> list[tupl
         raise UnknownError("a parameter that was replaced") from None
 
 
-def _actor(loss: Any, core: nn.Module, memory: Memory) -> tuple[Perceptrons, Perceptrons]:
+def _actor(loss: Any, core: nn.Module, activation: type, memory: Memory) -> tuple[Perceptrons, Perceptrons]:
     """The actor that learns, and the one that acts in the next states."""
     own, network = loss._actor, loss.actor_network
     if type(core) is not MLP or own.online.module is not network:
         raise UnknownError(f"an actor of {type(core).__name__}")
-    places = _places(_perceptron(core, PLAIN_LINEAR), own._tensors)
+    places = _places(_perceptron(core, PLAIN_LINEAR, activation), own._tensors)
     # Critics run between the actor's forward and its backward.
     mine = Perceptrons(places, own._tensors, False, True, Memory(own._tensors[0]))
     targets = own._target_tensors
     return mine, mine if targets is None else Perceptrons(places, targets, False, True, memory)
 
 
-def _critics(loss: Any, memory: Memory) -> tuple[Perceptrons, Perceptrons]:
+def _critics(loss: Any, activation: type, memory: Memory) -> tuple[Perceptrons, Perceptrons]:
     """The critics that learn, and those of the targets."""
     own = loss._critics
     if type(own) is BatchedCritics and own._is_mlp and own._online.module is own.network:
-        places = _places(_perceptron(own.network.module.layers, (EnsembleLinear,)), own._tensors)
+        places = _places(_perceptron(own.network.module.layers, (EnsembleLinear,), activation), own._tensors)
         turned = False
     elif type(own) is StackedCritics and own._layers is not None and not own._shared:
         places, turned = cast("list[tuple[int, int | None]]", own._layers[::2]), True
-        if len(own._layers) % 2 == 0 or any(type(each) is not nn.ReLU for each in own._layers[1::2]):
+        if len(own._layers) % 2 == 0 or any(type(each) is not activation for each in own._layers[1::2]):
             raise UnknownError("critics with other activations")
     else:
         raise UnknownError(f"critics of {type(own.network).__name__}")
@@ -356,6 +373,8 @@ class Update(abc.ABC):
     """
 
     loss: Any
+    #: Between layers: one of them everywhere.
+    activations: tuple[type, ...] = (nn.ReLU,)
 
     def __init__(self, loss: LossModule, parameters: Iterable[Tensor]) -> None:
         self.loss = loss
@@ -366,8 +385,10 @@ class Update(abc.ABC):
         if getattr(loss, "joint_batch", False) or loss.reduction == "none":
             raise UnknownError("a joint batch, or losses of rows")
         memory = Memory(next(loss.actor_network_params.parameters()).detach())
-        self.critics, self.target_critics = _critics(loss, memory)
-        self.actor, self.target_actor = _actor(loss, self._core(loss.actor_network), memory)
+        activation = _activation(_modules(loss), self.activations)
+        self.critics, self.target_critics = _critics(loss, activation, memory)
+        self.actor, self.target_actor = _actor(loss, self._core(loss.actor_network), activation, memory)
+        self.activation = activation
         learning = [each for each in loss.parameters() if each.requires_grad]
         owned = {id(each) for net in (self.actor, self.critics) for each, _ in net.gradients}
         if {id(each) for each in learning} - {id(getattr(loss, "log_alpha", None))} != owned:
@@ -382,8 +403,9 @@ class Update(abc.ABC):
         self.dtype = self.actor.like.dtype
         if self.dtype not in (torch.float32, torch.float64) or self.critics.like.dtype is not self.dtype:
             raise UnknownError("networks in several dtypes, or a short one")
-        if not (self.actor.like.is_cpu and self.critics.like.is_cpu):
-            raise UnknownError("networks on a GPU")
+        self.device = self.actor.like.device
+        if self.critics.like.device != self.device:
+            raise UnknownError("networks on several devices")
         self._states: list[Any] = loss.actor_network.in_keys
         self._of_critics: list[Any] = loss._critics.network.in_keys
         self._action = loss.tensor_keys.action
@@ -401,7 +423,7 @@ class Update(abc.ABC):
         """See the call."""
 
     def fits(self, batch: TensorDictBase) -> bool:
-        """Whether the batch is one of rows, ``[B]``, on the host, in the dtype of the networks."""
+        """Whether the batch is one of rows, ``[B]``, on the device and in the dtype of the networks."""
         rows, following = batch.batch_size, batch.get("next", None)
         if len(rows) != 1 or not rows[0] or following is None:
             return False
@@ -409,7 +431,12 @@ class Update(abc.ABC):
         for key in dict.fromkeys((*self._states, *self._of_critics)):
             for step in (batch,) if key == self._action else (batch, following):
                 each = step.get(key, None)
-                if type(each) is not Tensor or each.ndim != 2 or each.dtype is not self.dtype or not each.is_cpu:
+                if (
+                    type(each) is not Tensor
+                    or each.ndim != 2
+                    or each.dtype is not self.dtype
+                    or each.device != self.device
+                ):
                     return False
                 # What has made it learns as well.
                 if each.requires_grad:
@@ -420,7 +447,10 @@ class Update(abc.ABC):
             critics += width if key in self._of_critics else 0
         return (actor, critics, size) == (self.actor.inputs, self.critics.inputs, self.size)
 
-    @torch.no_grad()
+    def step_of(self, optimizer: Any) -> Fused | None:
+        """After :meth:`prepare`: what makes the optimiser's step. None: it steps itself, by gradients that are set."""
+        return None
+
     def __call__(self, batch: TensorDictBase, policy: bool = True) -> dict[str, Tensor]:
         """Set the gradients of all parameters that learn from the batch, and write its priorities into it.
 
@@ -431,6 +461,13 @@ class Update(abc.ABC):
         Returns:
             The losses, and the scalars of the loss.
         """
+        losses = self.prepare(batch, policy)
+        self.step_of(None)
+        return losses
+
+    @torch.no_grad()
+    def prepare(self, batch: TensorDictBase, policy: bool) -> dict[str, Tensor]:
+        """The call, but for gradients that :meth:`step_of` may make unnecessary."""
         idle = [] if policy else [parameter for parameter, _ in self.actor.gradients]
         for parameter in (*self._rest, *idle):
             parameter.grad = None
@@ -611,16 +648,17 @@ class TD3Update(Update):
         return {"loss_actor": value}
 
 
-KNOWN: dict[type, type[Update]] = {SACLoss: SACUpdate, TD3Loss: TD3Update}
+KNOWN: Mapping[type, type[Update]] = {SACLoss: SACUpdate, TD3Loss: TD3Update}
+"""The updates of a CPU, by the loss."""
 
 
-def update_of(loss: Any, parameters: Iterable[Tensor]) -> Update:
+def update_of(loss: Any, parameters: Iterable[Tensor], known: Mapping[type, type[Update]] = KNOWN) -> Update:
     """The update of ``loss``, written out, for an optimiser of ``parameters``.
 
     Raises:
         UnknownError: it is not.
     """
-    kind = KNOWN.get(type(loss))
+    kind = known.get(type(loss))
     if kind is None:
         raise UnknownError(f"a {type(loss).__name__}")
     return kind(loss, parameters)

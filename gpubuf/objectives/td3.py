@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from gpubuf.modules.fast_call import entries, entry, is_plain
+from gpubuf.modules.fast_call import output
 from gpubuf.objectives.base import LossModule
 from gpubuf.objectives.batch import next_state, reduced
 from gpubuf.objectives.networks import without_gradients
@@ -214,18 +214,10 @@ class TD3Loss(LossModule):
         pred_value = q.detach().reshape(len(q), *target.shape)
         return loss, {"next_state_value": next_value, "pred_value": pred_value, "target_value": target}
 
-    def _action(self, actor: Any, state: TensorDictBase) -> Tensor:
-        """The action of ``actor``, which may be its target."""
-        if is_plain(actor) and actor.out_keys[0] == self.tensor_keys.action:
-            action: Tensor = actor.module(*entries(state, actor.in_keys))
-            return action
-        before = state.exclude(self.tensor_keys.action)
-        return entry(actor(before), self.tensor_keys.action)
-
     def _actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """(reduced loss of the actor, values ``[N, *S]`` of its actions without gradient)."""
         state = tensordict.copy()
-        action = self._actor.online.run(state, self._action, state)
+        action = self._actor.online.run(state, output, state, self.tensor_keys.action)
         state.set(self.tensor_keys.action, action)
         shape = action.shape[:-1]
         q = self._critics.detached_first(state, self.tensor_keys.state_action_value)
@@ -241,7 +233,7 @@ class TD3Loss(LossModule):
     def _next_values(self, tensordict: TensorDictBase) -> tuple[Tensor, torch.Size]:
         """(what the target critics say of the smoothed next actions, S)."""
         state = next_state(tensordict)
-        action = self._actor.target.run(state, self._action, state)
+        action = self._actor.target.run(state, output, state, self.tensor_keys.action)
         noise = torch.randn_like(action).mul_(self.policy_noise).clamp_(-self.noise_clip, self.noise_clip)
         state.set(self.tensor_keys.action, (action + noise).clamp(self.min_action, self.max_action))
         shape = action.shape[:-1]

@@ -160,6 +160,8 @@ class Bucket:
         params: what the operation writes, as ``steps``, float32 ``[E]``.
         table, tiles: see :data:`gpubuf.kernels.optim.adamw`.
         state: the arguments of that operation that stay, from ``steps`` to ``unit_rows``.
+        known: the place of each parameter, by its id.
+        fusible: whether another kernel can make its step.
     """
 
     def __init__(self, places: list[Place], device: torch.device) -> None:
@@ -188,6 +190,9 @@ class Bucket:
             not any(address & 15 for each in entries for address in each[:4]),
             any(place.rows is not None for place in places),
         )
+        self.known = {id(place.param): i for i, place in enumerate(places)}
+        *_, aligned, unit_rows = self.state
+        self.fusible = aligned and not unit_rows and self._dtype is torch.float32
 
     def gradients(self, chosen: frozenset[int] | None) -> list[Tensor | None]:
         """One for each entry, with its parameter's strides; None where there is none, or the group is not chosen."""
@@ -289,6 +294,10 @@ def arrange(places: list[Place], pairs: Sequence[tuple[Tensor, Tensor]], device:
 
 
 _kernel = without_dispatch(optim.adamw, trusted=True)
+
+Fused = Callable[..., None]
+"""Makes a step, of (table, hyperparameters, whether targets move, steps, ticket, params, moments, targets): see
+:data:`gpubuf.kernels.optim.adamw`. Entries that it leaves alone have no gradient."""
 
 #: Keys of torch.optim.AdamW that say how, and not what, it computes. They are kept for state dictionaries.
 _FOREIGN: dict[str, Any] = {
@@ -417,6 +426,7 @@ class AdamW(torch.optim.Optimizer):
         *,
         groups: Collection[int] | None = None,
         targets: bool = True,
+        fused: Fused | None = None,
     ) -> float | None:
         """One step of all parameters that have a gradient, and of all targets. No host sync.
 
@@ -426,6 +436,8 @@ class AdamW(torch.optim.Optimizer):
                 steps and targets stay as they are, whatever their gradients: for policies that are updated more rarely
                 than critics. Targets whose source belongs to no group move.
             targets: whether targets move.
+            fused: makes the step in place of the optimiser's launch, from gradients that nobody has stored; see
+                :meth:`places_of`. Then ``closure`` and ``groups`` are None.
 
         Returns:
             The closure's loss.
@@ -441,14 +453,19 @@ class AdamW(torch.optim.Optimizer):
             or _global_optimizer_post_hooks
             or profiler._is_profiler_enabled
         ):
-            return _observed(self, closure, groups=groups, targets=targets)
-        return self._step(closure, groups=groups, targets=targets)
+            return _observed(self, closure, groups=groups, targets=targets, fused=fused)
+        return self._step(closure, groups=groups, targets=targets, fused=fused)
 
     # torch would wrap the step for hooks and profilers, which takes longer than all else here.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _step(
-        self, closure: Callable[[], float] | None, *, groups: Collection[int] | None, targets: bool
+        self,
+        closure: Callable[[], float] | None,
+        *,
+        groups: Collection[int] | None,
+        targets: bool,
+        fused: Fused | None,
     ) -> float | None:
         loss = None
         if closure is not None:
@@ -459,12 +476,24 @@ class AdamW(torch.optim.Optimizer):
         # What `torch.no_grad` does, in a tenth of the time.
         torch._C._set_grad_enabled(False)
         try:
-            self._update(chosen, targets)
+            self._update(chosen, targets, fused)
         finally:
             torch._C._set_grad_enabled(before)
         return loss
 
-    def _update(self, chosen: frozenset[int] | None, targets: bool) -> None:
+    def places_of(self, params: Iterable[Tensor]) -> list[int] | None:
+        """The entries of ``params`` in the table of a step that another kernel can make: :data:`gpubuf.kernels.optim`.
+
+        None where it can't: a step is more than one launch, clips, normalises rows or copies, or somebody watches it.
+        """
+        buckets = self._ready()
+        watched = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _global_optimizer_pre_hooks
+        if len(buckets) > 1 or self.max_grad_norm is not None or self._copied[0] or watched:
+            return None
+        known = buckets[0].known
+        return [known[id(param)] for param in params] if buckets[0].fusible else None
+
+    def _update(self, chosen: frozenset[int] | None, targets: bool, fused: Fused | None) -> None:
         buckets = self._ready()
         recording = current.recording
         if recording is not None:
@@ -474,6 +503,11 @@ class AdamW(torch.optim.Optimizer):
         elif not capturing():
             self._hyper.send(self.param_groups, self.max_grad_norm)
         self._hyper.copy_tensors(self.param_groups)
+        if fused is not None:
+            (bucket,) = buckets
+            fused(bucket.table, self._hyper.values, targets, *bucket.state[:-2])
+            torch._C._increment_version(bucket.params)
+            return
         gradients = [bucket.gradients(chosen) for bucket in buckets]
         norm = None if self.max_grad_norm is None else self._norm(gradients)
         for bucket, grads in zip(buckets, gradients, strict=True):

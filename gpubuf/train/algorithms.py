@@ -331,28 +331,19 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 
 
-class ComputedLosses(nn.Module):
-    """A loss that is compiled, or computed in bfloat16; see :class:`~gpubuf.Learner` for how it is called."""
+class CompiledLosses(nn.Module):
+    """A loss that is compiled; see :class:`~gpubuf.Learner` for how it is called."""
 
-    def __init__(self, loss: objectives.LossModule, config: TrainConfig) -> None:
+    def __init__(self, loss: objectives.LossModule) -> None:
         super().__init__()
-        self._device, self._bfloat16, self.delayed_targets = loss.device.type, config.bfloat16, loss.delayed_targets
-        self._whole: Callable[[TensorDict], Any] = lambda batch: loss(batch)
-        self._of_critics: Callable[[TensorDict], Any] = lambda batch: cast(Any, loss).critic_losses(batch)
-        if config.compile:
-            self._whole, self._of_critics = (
-                torch.compile(each, fullgraph=True) for each in (self._whole, self._of_critics)
-            )
+        self.delayed_targets = loss.delayed_targets
+        whole: Callable[[TensorDict], Any] = lambda batch: loss(batch)  # noqa: E731
+        of_critics: Callable[[TensorDict], Any] = lambda batch: cast(Any, loss).critic_losses(batch)  # noqa: E731
+        self._whole, self.critic_losses = (torch.compile(each, fullgraph=True) for each in (whole, of_critics))
 
     def forward(self, batch: TensorDict) -> Any:
         """All losses."""
-        with torch.autocast(self._device, torch.bfloat16, enabled=self._bfloat16):
-            return self._whole(batch)
-
-    def critic_losses(self, batch: TensorDict) -> Any:
-        """Those of an update that leaves the policy as it is."""
-        with torch.autocast(self._device, torch.bfloat16, enabled=self._bfloat16):
-            return self._of_critics(batch)
+        return self._whole(batch)
 
 
 def make_optimizer(loss: Any, config: TrainConfig, algorithm: Algorithm, networks: Sequence[nn.Module]) -> AdamW:
@@ -415,7 +406,7 @@ class Agent:
         networks = [each for each in (self.actor, critics) if each is not None]
         self.optimizer = make_optimizer(self.loss, config, algorithm, networks)
         #: What the learner calls.
-        self.losses = ComputedLosses(self.loss, config) if config.compile or config.bfloat16 else self.loss
+        self.losses = CompiledLosses(self.loss) if config.compile else self.loss
 
     def act(self, observation: Tensor) -> Tensor:
         """The best actions `[E, A]`, each number in [-1, 1], on the network's device.

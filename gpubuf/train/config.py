@@ -157,6 +157,8 @@ class TrainConfig:
         cuda_graph: Capture the update into a CUDA graph, and the step of environments on the device too; by default on
             a CUDA device.
         compile: Compile the losses and their gradients with torch.compile, which takes a minute or more.
+        tf32: Let a GPU multiply float32 matrices with 10 bits of mantissa (TF32), during the run. On a CPU it changes
+            nothing.
         bfloat16: Compute the networks' layers in bfloat16 in updates (torch.autocast). Weights, their moments, losses
             and the policy that acts stay float32.
         batch_size: Transitions an update draws.
@@ -202,6 +204,7 @@ class TrainConfig:
     threads: int | None = None
     cuda_graph: bool | None = None
     compile: bool = False
+    tf32: bool = False
     bfloat16: bool = False
     batch_size: Filled[int] = _FILLED
     buffer_size: int | None = None

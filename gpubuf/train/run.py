@@ -71,8 +71,9 @@ def train(
 
     SIGINT and SIGTERM end the run after the current step, and save everything; a second signal ends it at once. An
     error, of the environment for example, is raised once everything up to the last whole step is saved. Seeds PyTorch's
-    global random generator, and sets its number of threads during the run. On a CPU denormal numbers are 0 in this
-    process meanwhile (``torch.set_flush_denormal``).
+    global random generator. During the run it sets PyTorch's number of threads, and with ``config.tf32`` on a GPU
+    ``torch.set_float32_matmul_precision("high")``. On a CPU denormal numbers are 0 in this process meanwhile
+    (``torch.set_flush_denormal``).
 
     Args:
         config: What to train on, and how.
@@ -88,7 +89,7 @@ def train(
     device = _resolve_device(config.device)
     if not overwrite and holds_run(path):
         raise UsageError(f"{path} already holds a run: --resume it, --overwrite it, or choose another folder")
-    with _threads(config, device):
+    with _settings_of_pytorch(config, device):
         run = _Run(config, path, device, reporter)
         run.begin()
         return run.finish()
@@ -127,7 +128,7 @@ def resume(
         raise UsageError(f"{path} cannot be resumed: it was stopped before its first checkpoint") from None
     except ValueError as error:
         raise UsageError(str(error)) from None
-    with _threads(config, device):
+    with _settings_of_pytorch(config, device):
         run = _Run(config, path, device, reporter)
         run.restore(checkpoint)
         return run.finish()
@@ -366,15 +367,24 @@ def _resolve_device(name: str) -> torch.device:
 
 
 @contextmanager
-def _threads(config: TrainConfig, device: torch.device) -> Iterator[None]:
-    """Set PyTorch's number of threads for the run, and restore it. On a CPU denormal numbers are 0 in the meantime."""
+def _settings_of_pytorch(config: TrainConfig, device: torch.device) -> Iterator[None]:
+    """Set PyTorch's number of threads for the run, and TF32 on a GPU, and restore both.
+
+    On a CPU denormal numbers are 0 in the meantime.
+    """
     before, on_cpu = torch.get_num_threads(), device.type == "cpu"
+    tf32 = config.tf32 and not on_cpu
+    precision = torch.get_float32_matmul_precision() if tf32 else ""
+    if tf32:
+        torch.set_float32_matmul_precision("high")
     torch.set_num_threads(config.threads or (default_threads(config) if on_cpu else before))
     # Moments of units that learn no more end among them, with which a step takes several times as long.
     torch.set_flush_denormal(on_cpu)
     try:
         yield
     finally:
+        if tf32:
+            torch.set_float32_matmul_precision(precision)
         torch.set_flush_denormal(False)
         torch.set_num_threads(before)
 

@@ -164,7 +164,9 @@ class Trainer:
 
     def _update(self, policy: bool) -> None:
         try:
-            losses = self._learner(policy=policy)
+            # Around the learner, which sees the loss itself.
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=self.config.bfloat16):
+                losses = self._learner(policy=policy)
         except ValueError as error:
             raise self._diverged(error) from error
         found = [(i, losses.get(name)) for i, name in enumerate(self.agent.loss_names) if name in losses.keys()]

@@ -103,7 +103,6 @@ update = define(
     "moments_update(Tensor(a!) state, Tensor source, Tensor(b!) mean, Tensor(c!) factor, Tensor rule,"
     " Tensor(d!) tickets) -> ()",
     __name__,
-    fake=lambda state, source, mean, factor, rule, tickets: None,
 )
 """``update(state, source, mean, factor, rule, tickets)``: take in ``source``, ``[n, elements]`` of any real dtype.
 

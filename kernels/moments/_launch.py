@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from gpubuf.kernels import config
-from gpubuf.kernels._launching import cdiv, launch
+from gpubuf.kernels._launching import PartPlan, cdiv, launch
 from gpubuf.kernels._registry import check_devices, demand_int64
 from gpubuf.kernels.config import ceil_power
 from gpubuf.kernels.moments import check_returns, check_update, n_tickets
@@ -23,35 +21,14 @@ _FEW = 4
 _PROGRAMS, _PARTS = 512, 128
 
 
-@dataclass(frozen=True)
-class UpdatePlan:
-    """How the update covers ``[n, elements]`` numbers.
-
-    Attributes:
-        block_rows: rows that a program reads at a time.
-        block_width: elements of a program.
-        blocks: of elements.
-        parts: of the rows.
-        part_rows: rows of each of these.
-        num_warps: of a program.
-    """
-
-    block_rows: int
-    block_width: int
-    blocks: int
-    parts: int
-    part_rows: int
-    num_warps: int
-
-
-def plan_update(n: int, elements: int) -> UpdatePlan:
-    """All rows in one program for each block of elements while they are few, then in parts."""
+def plan_update(n: int, elements: int) -> PartPlan:
+    """All rows in one program for each block of elements while they are few, then in parts. Blocks are of elements."""
     chosen = config.moments_tile(n, elements)
     rows, width = chosen.block_rows, chosen.block_columns
     tiles, blocks = cdiv(n, rows), cdiv(elements, width)
     parts = min(tiles, _PARTS, max(_PROGRAMS // blocks, 1)) if tiles > _FEW else 1
     part_rows = max(cdiv(tiles, parts), 1) * rows
-    return UpdatePlan(rows, width, blocks, max(cdiv(n, part_rows), 1), part_rows, chosen.num_warps)
+    return PartPlan(rows, width, blocks, max(cdiv(n, part_rows), 1), part_rows, chosen.num_warps)
 
 
 def _read(tensor: Tensor) -> Tensor:

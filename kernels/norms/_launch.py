@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from gpubuf.kernels import config, norms
-from gpubuf.kernels._launching import Prepared, cdiv, launcher, launches
+from gpubuf.kernels._launching import PartPlan, Prepared, cdiv, launcher, launches
 from gpubuf.kernels.norms import _triton as kernels
 
 #: Programs of the backward, about: enough for every multiprocessor to have some, and few sums to add at the end.
@@ -20,35 +20,14 @@ BATCH_ROWS, BATCH_PARTS = 256, 128
 FINISH_BLOCK, FINISH_PARTS = 32, 32
 
 
-@dataclass(frozen=True)
-class NormPlan:
-    """How kernels cover ``[nets, rows, width]`` elements.
-
-    Attributes:
-        block_rows: rows at a time.
-        block_width: elements of a row at a time, all of them.
-        blocks: programs of a net in the forward.
-        parts: programs of a net in the backward.
-        part_rows: rows of each of these.
-        num_warps: of both.
-    """
-
-    block_rows: int
-    block_width: int
-    blocks: int
-    parts: int
-    part_rows: int
-    num_warps: int
-
-
-def plan_norm(nets: int, rows: int, width: int, device_name: str | None = None) -> NormPlan:
-    """Whole rows; a program of the backward has as many as leave :data:`PROGRAMS` programs, at least a few."""
+def plan_norm(nets: int, rows: int, width: int, device_name: str | None = None) -> PartPlan:
+    """Whole rows; a part, a program of the backward, has as many as leave :data:`PROGRAMS` programs, at least a few."""
     block_width, chosen = config.ceil_power(width), config.norm_rows(rows, width, device_name)
     block_rows = chosen.block
     part_rows = max(cdiv(rows * nets, PROGRAMS), min(PART_ROWS, rows), block_rows)
     part_rows = cdiv(part_rows, block_rows) * block_rows
     blocks, parts = cdiv(rows, block_rows), cdiv(rows, part_rows)
-    return NormPlan(block_rows, block_width, blocks, parts, part_rows, chosen.num_warps)
+    return PartPlan(block_rows, block_width, blocks, parts, part_rows, chosen.num_warps)
 
 
 @dataclass(frozen=True)
@@ -97,14 +76,14 @@ norm_activation = launcher(
 
 
 @launches(norms.norm_activation_backward, plan_norm)
-def norm_activation_backward(to: Prepared, plan: NormPlan) -> None:
+def norm_activation_backward(to: Prepared, plan: PartPlan) -> None:
     programs = to.values["nets"] * plan.parts
     to.values["partial_ptr"] = _sums(to, plan)
     to.launch(kernels.norm_activation_backward_kernel, programs, plan.num_warps)
     _finish_gradients(to)
 
 
-def _sums(to: Prepared, plan: NormPlan | BatchPlan) -> int:
+def _sums(to: Prepared, plan: PartPlan | BatchPlan) -> int:
     """Room for two numbers of each column of each part."""
     return to.sums(2, to.values["nets"] * plan.parts, to.values["width"])
 

@@ -104,10 +104,9 @@ def load_rule(hyper_ptr, norm_ptr, step, REAL: tl.constexpr, HAS_NORM: tl.conste
 
 
 @triton.jit
-def update_tile(p_ptr, g_ptr, m_ptr, v_ptr, inside, rule, DTYPE: tl.constexpr, REAL: tl.constexpr):
-    """Update parameters and moments. Returns the parameters, not yet rounded as they are stored."""
+def update_by(g, p_ptr, m_ptr, v_ptr, inside, rule, DTYPE: tl.constexpr, REAL: tl.constexpr):
+    """Update parameters and moments by gradients. Returns the parameters, not yet rounded as they are stored."""
     p = tl.load(p_ptr, mask=inside, other=0).to(REAL)
-    g = tl.load(g_ptr, mask=inside, other=0).to(REAL)
     m = tl.load(m_ptr, mask=inside, other=0)
     v = tl.load(v_ptr, mask=inside, other=0)
     p, m, v = adam(p, g, m, v, rule[0], rule[1], rule[2], rule[3], rule[4], rule[5], rule[6], rule[7])
@@ -115,6 +114,13 @@ def update_tile(p_ptr, g_ptr, m_ptr, v_ptr, inside, rule, DTYPE: tl.constexpr, R
     tl.store(v_ptr, v, mask=inside)
     tl.store(p_ptr, p.to(DTYPE), mask=inside)
     return p
+
+
+@triton.jit
+def update_tile(p_ptr, g_ptr, m_ptr, v_ptr, inside, rule, DTYPE: tl.constexpr, REAL: tl.constexpr):
+    """As :func:`update_by`, of gradients in memory."""
+    g = tl.load(g_ptr, mask=inside, other=0).to(REAL)
+    return update_by(g, p_ptr, m_ptr, v_ptr, inside, rule, DTYPE, REAL)
 
 
 @triton.jit

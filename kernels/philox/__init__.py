@@ -47,9 +47,9 @@ def check_request(rng: Tensor, n: int) -> None:
         raise ValueError(f"the number of draws must not be negative, but is {n}")
 
 
-def _uniform_fake(rng: Tensor, n: int) -> Tensor:
-    return rng.new_empty(n, dtype=torch.float64)
-
-
-uniform = define("philox_uniform(Tensor(a!) rng, int n) -> Tensor", __name__, fake=_uniform_fake)
+uniform = define(
+    "philox_uniform(Tensor(a!) rng, int n) -> Tensor",
+    __name__,
+    fake=lambda rng, n: rng.new_empty(n, dtype=torch.float64),
+)
 """``uniform(rng, n)``: ``n`` float64 uniforms in [0, 1), ``[n]``; advances ``rng`` by ``n``. No host sync."""

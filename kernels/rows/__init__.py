@@ -382,17 +382,14 @@ _READING = (
 )
 
 
-def _gather_fake(
-    table: Tensor, ring: Tensor, index: Tensor, capacity: int, arena_bytes: int, *reading: Any
-) -> tuple[Tensor, Tensor]:
-    return table.new_empty(arena_bytes, dtype=torch.uint8), index.new_empty(index.numel())
-
-
 gather = define(
     f"rows_gather(Tensor table, Tensor(a!) ring, Tensor index, int capacity, int arena_bytes, {_READING})"
     " -> (Tensor, Tensor)",
     __name__,
-    fake=_gather_fake,
+    fake=lambda table, ring, index, capacity, arena_bytes, *_: (
+        table.new_empty(arena_bytes, dtype=torch.uint8),
+        index.new_empty(index.numel()),
+    ),
 )
 """``gather(table, ring, index, capacity, arena_bytes, *reading) -> (arena, generation)``: the batch of rows ``index``.
 
@@ -414,17 +411,15 @@ Raises:
 """
 
 
-def _sample_fake(
-    table: Tensor, ring: Tensor, rng: Tensor, n: int, capacity: int, arena_bytes: int, *reading: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return table.new_empty(arena_bytes, dtype=torch.uint8), ring.new_empty(n), ring.new_empty(n)
-
-
 sample = define(
     "rows_sample(Tensor table, Tensor(a!) ring, Tensor(c!) rng, int n, int capacity, int arena_bytes,"
     f" {_READING}) -> (Tensor, Tensor, Tensor)",
     __name__,
-    fake=_sample_fake,
+    fake=lambda table, ring, rng, n, capacity, arena_bytes, *_: (
+        table.new_empty(arena_bytes, dtype=torch.uint8),
+        ring.new_empty(n),
+        ring.new_empty(n),
+    ),
 )
 """``sample(table, ring, rng, n, capacity, arena_bytes, *reading) -> (arena, index, generation)``: ``n`` rows uniformly.
 
@@ -487,7 +482,6 @@ write = define(
     "rows_write(Tensor table, Tensor[] sources, Tensor(a!) ring, Tensor index, int capacity,"
     " Tensor? generation=None) -> ()",
     __name__,
-    fake=lambda table, sources, ring, index, capacity, generation=None: None,
 )
 """``write(table, sources, ring, index, capacity, generation=None)``: overwrite the rows at ``index`` in place.
 
@@ -505,7 +499,6 @@ relink = define(
     "rows_relink(Tensor table, Tensor[] sources, Tensor(a!) ring, Tensor index, int capacity, int envs,"
     " Tensor(b!) links, Tensor(c!) owners) -> ()",
     __name__,
-    fake=lambda table, sources, ring, index, capacity, envs, links, owners: None,
 )
 """``relink(table, sources, ring, index, capacity, envs, links, owners)``: give stored rows their next observations.
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._registry import demand_dense, demand_int64
+from gpubuf.kernels._registry import demand_dense, demand_int64, length_of
 from gpubuf.kernels.philox import check_state
 from gpubuf.kernels.rows import (
     BALANCED,
@@ -38,12 +38,6 @@ def check_storage(table: Tensor, ring: Tensor, capacity: int) -> int:
         demand_int64("table", table, (table.numel() // width, width))
     demand_dense("ring", ring, torch.int64, 4)
     return table.shape[0]
-
-
-def check_generation(generation: Tensor | None, n: int) -> None:
-    """Raise TypeError or ValueError unless ``generation`` is None or has ``n`` entries."""
-    if generation is not None:
-        demand_dense("generation", generation, torch.int64, n)
 
 
 def check_count(n: int) -> None:
@@ -99,19 +93,18 @@ def check_links(links: Tensor, capacity: int) -> None:
         raise ValueError(f"links must be contiguous, of shape [{capacity}], not of shape {list(links.shape)}")
 
 
-def check_sharing(links: Tensor | None, owners: Tensor | None, n: int, capacity: int, envs: int) -> int:
-    """Number of entries aside, -1 without links; raise unless ``n`` rows can be written to such a storage."""
+def _check_sharing(links: Tensor | None, owners: Tensor | None, n: int, capacity: int, envs: int) -> None:
+    """Raise TypeError or ValueError unless ``n`` rows can be written to such a storage."""
     check_envs(capacity, envs)
     if (links is None) != (owners is None):
         raise ValueError("links and owners go together: give both or none")
     if links is None or owners is None:
-        return -1
+        return
     check_links(links, capacity)
     if n % envs:
         raise ValueError(f"{n} rows are not a whole number of steps of {envs} environments")
     if owners.dtype is not torch.int64 or owners.dim() != 1 or not owners.is_contiguous() or owners.numel() < 1:
         demand_int64("owners", owners, (max(owners.numel(), 1),))
-    return owners.numel() - 1
 
 
 # The fields that an operation takes from its sources.
@@ -140,10 +133,44 @@ def strided_source(source: Tensor, n: int) -> Source:
     return Source(source, source.stride(0) * source.itemsize if n > 1 else row_bytes, row_bytes)
 
 
-def check_source_count(sources: Sequence[Tensor], n_keys: int) -> None:
+def _check_source_count(sources: Sequence[Tensor], n_keys: int) -> None:
     """Raise ValueError unless there is one source for each key."""
     if len(sources) != n_keys:
         raise ValueError(f"the storage has {n_keys} keys, but there are {len(sources)} sources")
+
+
+def check_extend(
+    table: Tensor, sources: Sequence[Tensor], ring: Tensor, n: int, capacity: int, envs: int = 1,
+    links: Tensor | None = None, owners: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Raise TypeError or ValueError unless these can be arguments of :data:`gpubuf.kernels.rows.extend`."""
+    n_keys = check_storage(table, ring, capacity)
+    check_count(n)
+    _check_source_count(sources, n_keys)
+    _check_sharing(links, owners, n, capacity, envs)
+
+
+def check_write(
+    table: Tensor, sources: Sequence[Tensor], ring: Tensor, index: Tensor, capacity: int,
+    generation: Tensor | None = None,
+) -> int:  # fmt: skip
+    """Number of rows; raise TypeError or ValueError unless these can be arguments of
+    :data:`gpubuf.kernels.rows.write`.
+    """
+    n_keys, n = check_storage(table, ring, capacity), length_of("index", index)
+    if generation is not None:
+        demand_dense("generation", generation, torch.int64, n)
+    _check_source_count(sources, n_keys)
+    return n
+
+
+def check_relink(
+    table: Tensor, sources: Sequence[Tensor], ring: Tensor, index: Tensor, capacity: int, envs: int, links: Tensor,
+    owners: Tensor,
+) -> int:  # fmt: skip
+    """As :func:`check_write`, of :data:`gpubuf.kernels.rows.relink`."""
+    _check_sharing(links, owners, 0, capacity, envs)
+    return check_write(table, sources, ring, index, capacity)
 
 
 CONTIGUOUS = -1

@@ -52,11 +52,11 @@ from gpubuf.kernels.rows._check import (
     NEXT_ALONE,
     NOT_NEXT,
     check_count,
-    check_generation,
+    check_extend,
     check_reading,
-    check_sharing,
-    check_source_count,
+    check_relink,
     check_storage,
+    check_write,
     describe_sources,
     lost,
     misfit,
@@ -636,10 +636,7 @@ def extend(
     links: Tensor | None = None, owners: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See :data:`gpubuf.kernels.rows.extend`."""
-    n_keys = check_storage(table, ring, capacity)
-    check_count(n)
-    check_source_count(sources, n_keys)
-    check_sharing(links, owners, n, capacity, envs)
+    check_extend(table, sources, ring, n, capacity, envs, links, owners)
     if n == 0:
         return torch.empty(0, dtype=torch.int64, device="cpu")
     described, _alive = describe_sources(sources, n)
@@ -715,10 +712,7 @@ class PreparedExtend:
         self, table: Tensor, sources: list[Tensor], ring: Tensor, n: int, capacity: int, keeps_index: bool,
         envs: int = 1, links: Tensor | None = None, owners: Tensor | None = None,
     ) -> None:  # fmt: skip
-        n_keys = check_storage(table, ring, capacity)
-        check_count(n)
-        check_source_count(sources, n_keys)
-        check_sharing(links, owners, n, capacity, envs)
+        check_extend(table, sources, ring, n, capacity, envs, links, owners)
         self.described, self._alive = describe_sources(sources, n)
         self._arguments = table, self.described, ring, n, capacity, envs, links, owners, sources
         self._index = None if keeps_index else ring.new_empty(n)
@@ -754,9 +748,7 @@ def write(
     table: Tensor, sources: list[Tensor], ring: Tensor, index: Tensor, capacity: int, generation: Tensor | None = None
 ) -> None:
     """See :data:`gpubuf.kernels.rows.write`."""
-    n_keys, n = check_storage(table, ring, capacity), length_of("index", index)
-    check_generation(generation, n)
-    check_source_count(sources, n_keys)
+    n = check_write(table, sources, ring, index, capacity, generation)
     if n == 0:
         return
     fields, rows = fields_of(table), _found(index, capacity)
@@ -776,9 +768,7 @@ def relink(
     owners: Tensor,
 ) -> None:  # fmt: skip
     """See :data:`gpubuf.kernels.rows.relink`."""
-    n_keys, n = check_storage(table, ring, capacity), length_of("index", index)
-    check_source_count(sources, n_keys)
-    check_sharing(links, owners, 0, capacity, envs)
+    n = check_relink(table, sources, ring, index, capacity, envs, links, owners)
     if n == 0:
         return
     fields, rows, (written, size, *_) = fields_of(table), _found(index, capacity), ring.tolist()

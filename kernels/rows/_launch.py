@@ -21,11 +21,11 @@ from gpubuf.kernels.rows import ALIGNMENT, ENTRY, UNIFORM, WRITTEN, Reading, flo
 from gpubuf.kernels.rows._check import (
     Source,
     check_count,
-    check_generation,
+    check_extend,
     check_reading,
-    check_sharing,
-    check_source_count,
+    check_relink,
     check_storage,
+    check_write,
     strided_source,
 )
 from gpubuf.kernels.rows._triton import rows_compute_kernel, rows_gather_kernel, rows_sample_kernel
@@ -260,7 +260,6 @@ class Part(NamedTuple):
 def parts_of(table: Tensor, sources: Sequence[Tensor], n: int) -> list[Part]:
     """Cut a write of ``n`` rows into launches, at least one."""
     plain = table.shape[1] == ENTRY
-    check_source_count(sources, table.shape[0])
     check_devices(table, *sources)
     # The source of a field may be empty: it is not written, or has nothing in it.
     rows = [Source(s, 0, 0) if not plain and s.numel() == 0 else strided_source(s, n) for s in sources]
@@ -282,13 +281,10 @@ def extend(
     links: Tensor | None = None, owners: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See :data:`gpubuf.kernels.rows.extend`."""
-    n_keys = check_storage(table, ring, capacity)
-    check_count(n)
-    check_sharing(links, owners, n, capacity, envs)
+    check_extend(table, sources, ring, n, capacity, envs, links, owners)
     check_devices(table, ring, links, owners)
     index = torch.empty(n, dtype=torch.int64, device=table.device)
     if n == 0:
-        check_source_count(sources, n_keys)
         return index
     parts, skipped, plain = parts_of(table, sources, n), max(n - capacity, 0), table.shape[1] == ENTRY
     for part in parts:
@@ -314,8 +310,7 @@ class PreparedExtend:
     """
 
     def __init__(self, table: Tensor, sources: Sequence[Tensor], ring: Tensor, n: int, capacity: int) -> None:
-        check_storage(table, ring, capacity)
-        check_count(n)
+        check_extend(table, sources, ring, n, capacity)
         check_devices(table, ring)
         parts = parts_of(table, sources, n)
         if len(parts) > 1:
@@ -365,11 +360,9 @@ def write(
     generation: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See :data:`gpubuf.kernels.rows.write`."""
-    n_keys, n = check_storage(table, ring, capacity), length_of("index", index)
-    check_generation(generation, n)
+    n = check_write(table, sources, ring, index, capacity, generation)
     check_devices(table, ring, index, generation)
     if n == 0:
-        check_source_count(sources, n_keys)
         return
     parts = parts_of(table, sources, n)
     winner, plain = winners(index, capacity, ring, generation), table.shape[1] == ENTRY
@@ -385,11 +378,9 @@ def relink(
     owners: Tensor,
 ) -> None:  # fmt: skip
     """See :data:`gpubuf.kernels.rows.relink`."""
-    n_keys, n = check_storage(table, ring, capacity), length_of("index", index)
-    check_sharing(links, owners, 0, capacity, envs)
+    n = check_relink(table, sources, ring, index, capacity, envs, links, owners)
     check_devices(table, ring, links, owners, index)
     if n == 0:
-        check_source_count(sources, n_keys)
         return
     winner = winners(index, capacity, ring)
     _share(parts_of(table, sources, n), ring, links, owners, index, winner, n, 0, capacity, envs)

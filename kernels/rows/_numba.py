@@ -17,21 +17,11 @@ from torch import Tensor
 
 from gpubuf.kernels._jit import named
 from gpubuf.kernels._operations import vector
-from gpubuf.kernels._registry import length_of
 from gpubuf.kernels._threads import call_in_parts
 from gpubuf.kernels.philox import OFFSET, SEED
 from gpubuf.kernels.philox._cpu import uniforms_at
 from gpubuf.kernels.rows import ENTRY, SIZE, SUM, UNIFORM, WRITTEN_AS_STORED, Reading, _cpu
-from gpubuf.kernels.rows._check import (
-    EVERY,
-    NOT_NEXT,
-    check_count,
-    check_generation,
-    check_sharing,
-    check_source_count,
-    check_storage,
-    describe_sources,
-)
+from gpubuf.kernels.rows._check import EVERY, NOT_NEXT, check_extend, check_write, describe_sources
 from gpubuf.kernels.rows._cpu import compute, fields_of, fill, finished, reading, relink, stored_rows, takes
 
 __all__ = ["PreparedExtend", "extend", "gather", "read", "relink", "sample", "write"]
@@ -177,10 +167,7 @@ def extend(
 ) -> Tensor:  # fmt: skip
     """See :data:`gpubuf.kernels.rows.extend`. ``trusted``: the caller vouches for all but sizes and numbers."""
     if not trusted:
-        n_keys = check_storage(table, ring, capacity)
-        check_count(n)
-        check_source_count(sources, n_keys)
-        check_sharing(links, owners, n, capacity, envs)
+        check_extend(table, sources, ring, n, capacity, envs, links, owners)
     index = ring.new_empty(n)
     if n == 0:
         return index
@@ -221,9 +208,7 @@ def write(
     table: Tensor, sources: list[Tensor], ring: Tensor, index: Tensor, capacity: int, generation: Tensor | None = None
 ) -> None:
     """See :data:`gpubuf.kernels.rows.write`."""
-    n_keys, n = check_storage(table, ring, capacity), length_of("index", index)
-    check_generation(generation, n)
-    check_source_count(sources, n_keys)
+    n = check_write(table, sources, ring, index, capacity, generation)
     if n == 0:
         return
     others = (index.data_ptr(), n, capacity, ring.data_ptr(), _address(generation))

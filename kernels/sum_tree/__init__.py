@@ -169,7 +169,6 @@ build = define(
     "sum_tree_build(Tensor leaves, Tensor(a!) nodes, Tensor scalars, Tensor? eligible, int capacity, int fan_out)"
     " -> ()",
     __name__,
-    fake=lambda *_: None,
 )
 """``build(*tree)``: recompute every inner node from the leaves. No host sync."""
 
@@ -178,7 +177,6 @@ refresh = define(
     "sum_tree_refresh(Tensor leaves, Tensor(a!) nodes, Tensor scalars, Tensor? eligible, int capacity, int fan_out,"
     " Tensor index) -> ()",
     __name__,
-    fake=lambda *_: None,
 )
 """``refresh(*tree, index)``: recompute the nodes above rows, after leaves or bits of ``eligible`` were changed there.
 
@@ -192,7 +190,6 @@ update = define(
     "sum_tree_update(Tensor(a!) leaves, Tensor(b!) nodes, Tensor(c!) scalars, Tensor? eligible, int capacity,"
     " int fan_out, Tensor ring, Tensor index, Tensor priority, Tensor? generation) -> ()",
     __name__,
-    fake=lambda *_: None,
 )
 """``update(*tree, ring, index, priority, generation)``: new priorities, and the nodes above their rows.
 
@@ -218,7 +215,6 @@ mark = define(
     "sum_tree_mark(Tensor(a!) leaves, Tensor(b!) nodes, Tensor scalars, Tensor? eligible, int capacity, int fan_out,"
     " Tensor index, bool within_buffer, Tensor? touched=None) -> ()",
     __name__,
-    fake=lambda *_: None,
 )
 """``mark(*tree, index, within_buffer, touched=None)``: give rows ``index`` (int64 ``[B]``) the weight of a new row.
 

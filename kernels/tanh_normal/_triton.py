@@ -40,6 +40,38 @@ def action_bounds(
     return low, high
 
 
+@triton.jit
+def squash(loc, scale, noise, low, high, inside):
+    """(actions ``[n, A]``, log-densities ``[n]``) of x = loc + scale * noise, of the components that are inside."""
+    half = (high - low) * 0.5
+    tanh, _, log_sech2 = tanh_sech2(loc + scale * noise)
+    action = (high + low) * 0.5 + half * tanh
+    # Rounding may step over a bound. Not tl.minimum, which would turn a NaN into the bound.
+    action = tl.where(action > high, high, tl.where(action < low, low, action))
+    # One logarithm of both, of a harmless 1 outside.
+    each = -0.5 * noise * noise - tl.log(tl.where(inside, scale * half, 1.0)) - HALF_LOG_2_PI - log_sech2
+    return action, tl.sum(tl.where(inside, each, 0.0), 1)
+
+
+@triton.jit
+def squash_gradients(loc, scale, noise, slope, grad_log_prob):
+    """(gradients by loc, by scale) of :func:`squash`.
+
+    Args:
+        slope: gradient of the action times half the distance of its bounds; None: there is none.
+        grad_log_prob: gradient of the log-density of each component's row; None: there is none.
+    """
+    tanh, sech2, _ = tanh_sech2(loc + scale * noise)
+    by_loc = tl.zeros(loc.shape, loc.dtype)
+    by_scale = tl.zeros(loc.shape, loc.dtype)
+    if grad_log_prob is not None:
+        by_loc += grad_log_prob * 2 * tanh
+        by_scale -= grad_log_prob / scale
+    if slope is not None:
+        by_loc += slope * sech2
+    return by_loc, by_scale + by_loc * noise
+
+
 @triton.jit(do_not_specialize=["n"])
 def tanh_normal_sample_kernel(
     loc_ptr,  # any float [n, width]
@@ -69,17 +101,11 @@ def tanh_normal_sample_kernel(
     offset = row[:, None] * width + column[None, :]
     scale = tl.where(inside, tl.load(scale_ptr + offset, mask=inside, other=0).to(REAL), 1.0)
     noise = tl.load(noise_ptr + offset, mask=inside, other=0).to(REAL)
-    x = tl.load(loc_ptr + offset, mask=inside, other=0).to(REAL) + scale * noise
+    loc = tl.load(loc_ptr + offset, mask=inside, other=0).to(REAL)
     low, high = action_bounds(low_ptr, high_ptr, offset % last, inside, REAL, HAS_LOW, LOW_VALUE, HIGH_VALUE)
-    half = (high - low) * 0.5
-    tanh, _, log_sech2 = tanh_sech2(x)
-    action = (high + low) * 0.5 + half * tanh
-    # Rounding may step over a bound. Not tl.minimum, which would turn a NaN into the bound.
-    action = tl.where(action > high, high, tl.where(action < low, low, action))
+    action, log_prob = squash(loc, scale, noise, low, high, inside)
     tl.store(action_ptr + offset, action, mask=inside)
-    # One logarithm of both, of a harmless 1 outside.
-    each = -0.5 * noise * noise - tl.log(tl.where(inside, scale * half, 1.0)) - HALF_LOG_2_PI - log_sech2
-    tl.store(log_prob_ptr + row, tl.sum(tl.where(inside, each, 0.0), 1), mask=row < n)
+    tl.store(log_prob_ptr + row, log_prob, mask=row < n)
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -114,16 +140,14 @@ def tanh_normal_sample_backward_kernel(
     inside = offset < total
     scale = tl.where(inside, tl.load(scale_ptr + offset, mask=inside, other=0).to(REAL), 1.0)
     noise = tl.load(noise_ptr + offset, mask=inside, other=0).to(REAL)
-    x = tl.load(loc_ptr + offset, mask=inside, other=0).to(REAL) + scale * noise
-    tanh, sech2, _ = tanh_sech2(x)
-    by_loc = tl.zeros([BLOCK], REAL)
-    by_scale = tl.zeros([BLOCK], REAL)
-    if HAS_GRAD_LOG_PROB:
-        grad_log_prob = tl.load(grad_log_prob_ptr + offset // width, mask=inside, other=0).to(REAL)
-        by_loc += grad_log_prob * 2 * tanh
-        by_scale -= grad_log_prob / scale
+    loc = tl.load(loc_ptr + offset, mask=inside, other=0).to(REAL)
+    slope = None
     if HAS_GRAD_ACTION:
         low, high = action_bounds(low_ptr, high_ptr, offset % last, inside, REAL, HAS_LOW, LOW_VALUE, HIGH_VALUE)
-        by_loc += tl.load(grad_action_ptr + offset, mask=inside, other=0).to(REAL) * (high - low) * 0.5 * sech2
+        slope = tl.load(grad_action_ptr + offset, mask=inside, other=0).to(REAL) * (high - low) * 0.5
+    grad_log_prob = None
+    if HAS_GRAD_LOG_PROB:
+        grad_log_prob = tl.load(grad_log_prob_ptr + offset // width, mask=inside, other=0).to(REAL)
+    by_loc, by_scale = squash_gradients(loc, scale, noise, slope, grad_log_prob)
     tl.store(grad_loc_ptr + offset, by_loc, mask=inside)
-    tl.store(grad_scale_ptr + offset, by_scale + by_loc * noise, mask=inside)
+    tl.store(grad_scale_ptr + offset, by_scale, mask=inside)

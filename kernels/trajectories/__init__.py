@@ -136,7 +136,6 @@ update = define(
     " int steps, int envs, int fan_out, int slice_len, int min_len, int before, int after, bool by_transition,"
     " int past) -> ()",
     __name__,
-    fake=lambda *_: None,
 )
 """``update(ends, sums, ring, signals, by_id, n, steps, envs, fan_out, *rule)``: the newest ``n`` steps were written.
 
@@ -152,7 +151,6 @@ resum = define(
     "trajectories_resum(Tensor ends, Tensor(a!) sums, Tensor ring, int steps, int envs, int fan_out, int slice_len,"
     " int min_len, int before, int after, bool by_transition, int past) -> ()",
     __name__,
-    fake=lambda *_: None,
 )
 """``resum(ends, sums, ring, steps, envs, fan_out, *rule)``: recompute all sums, for another rule.
 
@@ -284,7 +282,6 @@ update_returns = define(
     "trajectories_update_returns(Tensor(a!) returns, Tensor ends, Tensor(b!) ring, Tensor rewards, Tensor rule,"
     " int dtype, int n, int steps, int envs) -> ()",
     __name__,
-    fake=lambda *_: None,
 )
 """``update_returns(returns, ends, ring, rewards, rule, dtype, n, steps, envs)``: the newest ``n`` steps may have ended.
 

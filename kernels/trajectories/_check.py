@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Never
 
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._registry import check_devices, demand, demand_dense, demand_int64
+from gpubuf.kernels._registry import check_devices, demand, demand_dense, demand_int64, length_of
 from gpubuf.kernels.philox import check_request
 from gpubuf.kernels.rows import ENTRY, OPAQUE
 from gpubuf.kernels.trajectories import ReturnRule, bit_levels, eligible_words, level_sizes
@@ -85,12 +84,8 @@ def check_signals(signals: Tensor, by_id: bool, n: int) -> int:
     if signals.numel() != n_keys * ENTRY or signals.dtype is not torch.int64 or not signals.is_contiguous():
         demand_int64("signals", signals, (n_keys, ENTRY))
     if n < 0:
-        _refuse_steps(n)
+        raise ValueError(f"the number of steps must not be negative, but is {n}")
     return n_keys
-
-
-def _refuse_steps(n: int) -> Never:
-    raise ValueError(f"the number of steps must not be negative, but is {n}")
 
 
 def check_draw(rng: Tensor, rank: Tensor | None, n: int) -> None:
@@ -100,14 +95,25 @@ def check_draw(rng: Tensor, rank: Tensor | None, n: int) -> None:
         demand_dense("rank", rank, torch.int64, n)
 
 
-def check_slice_len(slice_len: int) -> None:
-    """Raise ValueError unless a slice can have that many steps."""
+def check_slices(ends: Tensor, ring: Tensor, start: Tensor, slice_len: int, steps: int, envs: int) -> int:
+    """Number of slices; raise TypeError or ValueError unless these can be arguments of the operation."""
+    check_ends(ends, ring, steps, envs)
     if slice_len < 1:
         raise ValueError(f"slice_len must be at least 1, but is {slice_len}")
+    return length_of("start", start)
 
 
-def check_eligible(eligible: Tensor, n: int, need: int, steps: int, envs: int, before: int, past: int) -> None:
+def check_bounds(ends: Tensor, ring: Tensor, row: Tensor, steps: int, envs: int) -> int:
+    """Number of rows; raise TypeError or ValueError unless these can be arguments of the operation."""
+    check_ends(ends, ring, steps, envs)
+    return length_of("row", row)
+
+
+def check_eligible(
+    eligible: Tensor, ends: Tensor, ring: Tensor, n: int, need: int, steps: int, envs: int, before: int, past: int
+) -> None:
     """Raise TypeError or ValueError unless ``eligible`` is a bitmap over the ring, and the numbers can be."""
+    check_ends(ends, ring, steps, envs)
     if n < 0 or need < 1:
         raise ValueError(f"n must be at least 0 and need at least 1, not n={n} and need={need}")
     if before < 0 or past < 0:

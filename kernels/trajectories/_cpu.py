@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gpubuf.kernels._registry import length_of
 from gpubuf.kernels.philox._cpu import uniform
 from gpubuf.kernels.rows import DTYPES, ENTRY, SIZE, WRITTEN, has_lost
 from gpubuf.kernels.rows._cpu import fields_of, load
@@ -22,13 +21,13 @@ from gpubuf.kernels.trajectories import (
     touched_rows,
 )
 from gpubuf.kernels.trajectories._check import (
+    check_bounds,
     check_draw,
     check_eligible,
-    check_ends,
     check_index,
     check_returns,
     check_signals,
-    check_slice_len,
+    check_slices,
     not_stored,
     rank_out_of_range,
     too_short,
@@ -236,9 +235,7 @@ def draw(ends: Tensor, sums: Tensor, ring: Tensor, rng: Tensor, rank: Tensor | N
 
 def slices(ends: Tensor, ring: Tensor, start: Tensor, slice_len: int, steps: int, envs: int) -> Slices:
     """See :data:`gpubuf.kernels.trajectories.slices`."""
-    check_ends(ends, ring, steps, envs)
-    check_slice_len(slice_len)
-    length_of("start", start)
+    check_slices(ends, ring, start, slice_len, steps, envs)
     view = _Ring(ends, ring, steps, envs)
     age, env = view.ages_of(start)
     length = (view.last[age, env] - age + 1).clamp(max=slice_len)
@@ -247,8 +244,7 @@ def slices(ends: Tensor, ring: Tensor, start: Tensor, slice_len: int, steps: int
 
 def bounds(ends: Tensor, ring: Tensor, row: Tensor, steps: int, envs: int) -> Tensor:
     """See :data:`gpubuf.kernels.trajectories.bounds`."""
-    check_ends(ends, ring, steps, envs)
-    length_of("row", row)
+    check_bounds(ends, ring, row, steps, envs)
     view = _Ring(ends, ring, steps, envs)
     age, env = view.ages_of(row)
     first, last = view.first[age, env], view.last[age, env]
@@ -260,8 +256,7 @@ def update_eligible(
     before: int = 0, past: int = 0,
 ) -> Tensor:  # fmt: skip
     """See :data:`gpubuf.kernels.trajectories.update_eligible`."""
-    check_ends(ends, ring, steps, envs)
-    check_eligible(eligible, n, need, steps, envs, before, past)
+    check_eligible(eligible, ends, ring, n, need, steps, envs, before, past)
     view, count = _Ring(ends, ring, steps, envs), touched_rows(n, need, steps, envs, before, past) // envs
     ages = torch.arange(view.filled, device="cpu")[:, None]
     can_start = torch.zeros(steps, envs, dtype=torch.bool, device="cpu")

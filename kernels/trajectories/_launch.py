@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpubuf.kernels import config
 from gpubuf.kernels._launching import all_registers, cdiv, launch
-from gpubuf.kernels._registry import check_devices, device_name, length_of
+from gpubuf.kernels._registry import check_devices, device_name
 from gpubuf.kernels.config import IndexConfig, SliceConfig
 from gpubuf.kernels.rows import DTYPES
 from gpubuf.kernels.trajectories import (
@@ -30,13 +30,13 @@ from gpubuf.kernels.trajectories import (
 from gpubuf.kernels.trajectories import _triton as readers
 from gpubuf.kernels.trajectories import _triton_update as writers
 from gpubuf.kernels.trajectories._check import (
+    check_bounds,
     check_draw,
     check_eligible,
-    check_ends,
     check_index,
     check_returns,
     check_signals,
-    check_slice_len,
+    check_slices,
 )
 
 TOP_NODES = 512
@@ -197,9 +197,7 @@ def _blocks(chosen: SliceConfig) -> dict[str, int]:
 
 def slices(ends: Tensor, ring: Tensor, start: Tensor, slice_len: int, steps: int, envs: int) -> Slices:
     """See :data:`gpubuf.kernels.trajectories.slices`."""
-    check_ends(ends, ring, steps, envs)
-    check_slice_len(slice_len)
-    n = length_of("start", start)
+    n = check_slices(ends, ring, start, slice_len, steps, envs)
     check_devices(ends, ring, start)
     outputs = new_slices(ends, n, slice_len)
     if n:
@@ -215,8 +213,7 @@ BLOCK_ROWS = 128
 
 def bounds(ends: Tensor, ring: Tensor, row: Tensor, steps: int, envs: int) -> Tensor:
     """See :data:`gpubuf.kernels.trajectories.bounds`."""
-    check_ends(ends, ring, steps, envs)
-    n = length_of("row", row)
+    n = check_bounds(ends, ring, row, steps, envs)
     check_devices(ends, ring, row)
     out = torch.empty((3, n), dtype=torch.int64, device=ends.device)
     if n:
@@ -235,8 +232,7 @@ def update_eligible(
     before: int = 0, past: int = 0,
 ) -> Tensor:  # fmt: skip
     """See :data:`gpubuf.kernels.trajectories.update_eligible`."""
-    check_ends(ends, ring, steps, envs)
-    check_eligible(eligible, n, need, steps, envs, before, past)
+    check_eligible(eligible, ends, ring, n, need, steps, envs, before, past)
     check_devices(eligible, ends, ring)
     n_rows, edge = touched_rows(n, need, steps, envs, before, past), oldest_touched(before, past, steps)
     rows = torch.empty(n_rows, dtype=torch.int64, device=eligible.device)

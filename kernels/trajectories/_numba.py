@@ -12,17 +12,16 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels._jit import named
-from gpubuf.kernels._registry import length_of
 from gpubuf.kernels.rows import ENTRY, dtype_code
 from gpubuf.kernels.trajectories import Slices, _cpu, new_slices, oldest_touched, touched_rows
 from gpubuf.kernels.trajectories._check import (
+    check_bounds,
     check_draw,
     check_eligible,
-    check_ends,
     check_index,
     check_returns,
     check_signals,
-    check_slice_len,
+    check_slices,
 )
 
 _bounds_of_rows = named("trajectories._numba_read.bounds_of_rows")
@@ -84,9 +83,7 @@ def draw(ends: Tensor, sums: Tensor, ring: Tensor, rng: Tensor, rank: Tensor | N
 
 def slices(ends: Tensor, ring: Tensor, start: Tensor, slice_len: int, steps: int, envs: int) -> Slices:
     """See :data:`gpubuf.kernels.trajectories.slices`."""
-    check_ends(ends, ring, steps, envs)
-    check_slice_len(slice_len)
-    n = length_of("start", start)
+    n = check_slices(ends, ring, start, slice_len, steps, envs)
     found = index, length, last = new_slices(start, n, slice_len)
     given = (ends.data_ptr(), ring.data_ptr(), start.data_ptr(), n, slice_len, steps, envs)
     if not _slices_from_rows(*given, index.data_ptr(), length.data_ptr(), last.data_ptr()):
@@ -96,8 +93,7 @@ def slices(ends: Tensor, ring: Tensor, start: Tensor, slice_len: int, steps: int
 
 def bounds(ends: Tensor, ring: Tensor, row: Tensor, steps: int, envs: int) -> Tensor:
     """See :data:`gpubuf.kernels.trajectories.bounds`."""
-    check_ends(ends, ring, steps, envs)
-    n = length_of("row", row)
+    n = check_bounds(ends, ring, row, steps, envs)
     out = row.new_empty(3, n)
     if not _bounds_of_rows(*_addresses((ends, ring, row)), n, steps, envs, out.data_ptr()):
         return _cpu.bounds(ends, ring, row, steps, envs)
@@ -109,8 +105,7 @@ def update_eligible(
     before: int = 0, past: int = 0,
 ) -> Tensor:  # fmt: skip
     """See :data:`gpubuf.kernels.trajectories.update_eligible`."""
-    check_ends(ends, ring, steps, envs)
-    check_eligible(eligible, n, need, steps, envs, before, past)
+    check_eligible(eligible, ends, ring, n, need, steps, envs, before, past)
     count = touched_rows(n, need, steps, envs, before, past)
     rows, edge = ring.new_empty(count), oldest_touched(before, past, steps)
     sizes = (count // envs, edge, need, starts_too, before, past, steps, envs)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from gpubuf.kernels import norms
+from gpubuf.kernels._launching import PartPlan
 from gpubuf.kernels.norms import LAYER, MAX_WIDTH, NONE, RELU, RMS, SILU, _launch
-from gpubuf.kernels.norms._launch import BatchPlan, NormPlan, plan_batch, plan_norm
+from gpubuf.kernels.norms._launch import BatchPlan, plan_batch, plan_norm
 from tests.contracts.kernels import F32, F64, numbers
 from tests.contracts.losses import CONTRACTS
 
@@ -93,9 +94,9 @@ def test_some_gradients(backend, wanted):
 
 def test_plans():
     """Whole rows; every row in one program; enough programs for a large batch, few sums for a small one."""
-    assert plan_norm(2, 256, 768) == NormPlan(1, 1024, 256, 32, 8, 4)
-    assert plan_norm(2, 8192, 192) == NormPlan(4, 256, 2048, 256, 32, 4)
-    assert plan_norm(1, 1, 5) == NormPlan(1, 8, 1, 1, 1, 1)
+    assert plan_norm(2, 256, 768) == PartPlan(1, 1024, 256, 32, 8, 4)
+    assert plan_norm(2, 8192, 192) == PartPlan(4, 256, 2048, 256, 32, 4)
+    assert plan_norm(1, 1, 5) == PartPlan(1, 8, 1, 1, 1, 1)
     for nets in (1, 2, 10):
         for rows in (1, 7, 64, 1000, 100_000):
             for width in (1, 5, 256, 1000, MAX_WIDTH):

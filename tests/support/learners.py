@@ -39,18 +39,18 @@ class Plain:
         return self._loss.critic_losses(batch)
 
 
-def transitions(rows: int = ROWS, device: str = "cpu", **more: Any) -> TensorDict:
-    """Rows in float64, with ends of both kinds, and rewards of several steps."""
+def transitions(rows: int = ROWS, device: str = "cpu", dtype: torch.dtype = torch.float64, **more: Any) -> TensorDict:
+    """Rows with ends of both kinds, and rewards of several steps."""
     new = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=new, **DOUBLE)
+        return torch.randn(*shape, generator=new, **DOUBLE).to(dtype)
 
     terminated = torch.rand(rows, 1, generator=new) < 0.2
     truncated = torch.rand(rows, 1, generator=new) < 0.2
     following = {"observation": normal(rows, OBSERVATION), "reward": normal(rows, 1), "terminated": terminated}
     following |= {"truncated": truncated, "done": terminated | truncated}
-    action = torch.rand(rows, ACTION, generator=new, **DOUBLE) * 2 - 1
+    action = torch.rand(rows, ACTION, generator=new, **DOUBLE).to(dtype) * 2 - 1
     steps = torch.randint(1, 4, (rows, 1), generator=new)
     entries = {"observation": normal(rows, OBSERVATION), "action": action, "steps_to_next_obs": steps, **more}
     return TensorDict({**entries, "next": TensorDict(following, [rows])}, [rows]).to(device)
@@ -86,6 +86,7 @@ class World:
         loss: instead of that of ``kind``.
         capture: of the learner.
         fused: of torch's optimiser.
+        dtype: of the loss and its batches.
     """
 
     def __init__(
@@ -98,9 +99,11 @@ class World:
         loss: Any = None,
         capture: bool = True,
         fused: bool = False,
+        dtype: torch.dtype = torch.float64,
     ) -> None:
         torch.manual_seed(0)
-        self.loss = (LOSSES[kind]() if loss is None else loss).to(device)
+        self.dtype = dtype
+        self.loss = (LOSSES[kind]().to(dtype) if loss is None else loss).to(device)
         learning = [each for each in self.loss.parameters() if each.requires_grad]
         self.target: Any = None
         if ours:
@@ -111,7 +114,7 @@ class World:
             self.target = SoftUpdate(self.loss, tau=0.1)
         storage = LazyTensorStorage(ROWS, device=device)
         self.buffer = TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=storage, batch_size=BATCH)
-        self.buffer.extend(transitions(device=device))
+        self.buffer.extend(transitions(device=device, dtype=dtype))
         given = Plain(self.loss) if general else self.loss
         self.learner = Learner(given, self.optimizer, buffer=self.buffer, target=self.target, capture=capture)
 
@@ -194,7 +197,9 @@ def _buffer(world: World) -> None:
     storage = LazyTensorStorage(ROWS, device=world.buffer.storage.device)
     other = TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=storage, batch_size=BATCH)
     other.extend(
-        transitions(device=str(storage.device)).apply(lambda each: each * 2 if each.is_floating_point() else each)
+        transitions(device=str(storage.device), dtype=world.dtype).apply(
+            lambda each: each * 2 if each.is_floating_point() else each
+        )
     )
     world.learner.buffer = world.buffer = other
 

@@ -114,6 +114,7 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "kernels/tanh_normal/_[cl]*.py",
             "kernels/norms/_[cl]*.py",
             "kernels/optim/_[cl]*.py",
+            "kernels/perceptrons/_[cl]*.py",
         ),
         (
             "tests/kernels/test_losses*.py",
@@ -121,6 +122,7 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "tests/kernels/test_tanh_normal.py",
             "tests/kernels/test_norms*.py",
             "tests/kernels/test_optim.py",
+            "tests/kernels/test_perceptrons.py",
         ),
     ),
     "launch rules": (("kernels/config.py",), ("tests/kernels/test_config.py",)),

@@ -3,6 +3,7 @@
 None of these runs learns anything worth having; docs/training.md has the runs that do.
 """
 
+import contextlib
 import dataclasses
 import json
 import signal
@@ -17,7 +18,7 @@ from gpubuf.serialization import load, save
 from gpubuf.train import Reporter, TrainConfig, UsageError, load_policy, resume, train
 from gpubuf.train.environments import NotFiniteError
 from gpubuf.train.metrics import JsonLines, read
-from gpubuf.train.run import CHECKPOINT_FILE, _threads, default_threads, free_folder
+from gpubuf.train.run import CHECKPOINT_FILE, _settings_of_pytorch, default_threads, free_folder
 from gpubuf.train.trainer import DivergedError, Trainer
 from tests.support import train_environments
 from tests.support.train_environments import PREFIX
@@ -408,9 +409,22 @@ def test_small_networks_get_one_thread():
 
 def test_denormal_numbers_are_flushed_while_a_run_lasts():
     smallest = torch.tensor(5e-324, dtype=torch.float64)
-    with _threads(TrainConfig(), torch.device("cpu")):
+    with _settings_of_pytorch(TrainConfig(), torch.device("cpu")):
         assert smallest * 1 == 0
     assert smallest * 1 > 0
+
+
+@pytest.mark.parametrize(("device", "within"), [("cuda", "high"), ("cpu", "highest")])
+def test_tf32_lasts_as_long_as_a_run(device, within):
+    """Also where it fails. On a CPU it changes nothing."""
+    before = torch.get_float32_matmul_precision()
+    assert before == "highest"
+    with contextlib.suppress(KeyboardInterrupt), _settings_of_pytorch(TrainConfig(tf32=True), torch.device(device)):
+        assert torch.get_float32_matmul_precision() == within
+        raise KeyboardInterrupt
+    assert torch.get_float32_matmul_precision() == before
+    with _settings_of_pytorch(TrainConfig(), torch.device(device)):
+        assert torch.get_float32_matmul_precision() == before
 
 
 def test_default_folders_are_new(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import signal
+import statistics
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from tensordict import TensorDict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpubuf.cli import main
+from gpubuf.objectives import SACLoss
+from gpubuf.objectives.explicit import SACUpdate
+from gpubuf.objectives.fused import FusedSACUpdate
 from gpubuf.serialization import load
 from gpubuf.train import Reporter, TrainConfig, UsageError, algorithms, load_policy, resume, train
 from gpubuf.train.algorithms import StickyNoise
@@ -214,7 +218,8 @@ def test_bfloat16(algo, monkeypatch):
     assert torch.float32 in {dtype for _, dtype in seen}
     assert trainer._sums.isfinite().all()
     # By an update of the policy too, which some algorithms have in few.
-    total(trainer.agent.losses(trainer.buffer.sample())).backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        total(trainer.agent.losses(trainer.buffer.sample())).backward()
     assert [name for name, each in trainer.agent.loss.named_parameters() if each.grad is None] == []
     assert {each.dtype for each in state_of(trainer).values() if each.is_floating_point()} <= {
         torch.float32,
@@ -271,6 +276,24 @@ def test_an_iteration_reads_no_value(algo):
         assert trainer._updates == 8 * 4
         with pytest.raises(DataDependentOutputException):
             trainer.advance()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("update", [FusedSACUpdate, SACUpdate])
+def test_sac_swings_the_pendulum_up(update, monkeypatch):
+    """By the update of a GPU, here in plain PyTorch, as by that of a CPU."""
+    monkeypatch.setattr("gpubuf.learner.KNOWN", {SACLoss: update})
+    config = TrainConfig(
+        env="torch/Pendulum", hidden=(64, 64), num_envs=8, total_steps=12_000, batch_size=128, update_ratio=0.25,
+        learning_rate=1e-3, eval_every=0, log_every=1_000,
+    )  # fmt: skip
+    trainer = Trainer(config, CPU, lambda record: None)
+    while trainer.step < config.total_steps:
+        trainer.advance()
+    assert type(trainer._learner._explicit) is update
+    returns = trainer._evaluation(64, 7).run()
+    assert len(returns) == 64
+    assert statistics.fmean(returns) > -250
 
 
 @pytest.mark.parametrize(

@@ -133,11 +133,6 @@ class Sharing:
         return tuple(leaf.key for leaf in self.leaves.values())
 
     @property
-    def entry_bytes(self) -> int:
-        """Bytes of all entries and of what is pending."""
-        return sum(side.nbytes for side in self.sides)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of links and owners."""
         return self.links.nbytes + self.owners.nbytes

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gpubuf.kernels import categorical
 from gpubuf.kernels._operations import direct
+from gpubuf.modules.fast_call import output
 from gpubuf.objectives import TD3Loss
 from gpubuf.objectives.batch import REDUCTIONS, reduced
 from gpubuf.objectives.networks import without_gradients
@@ -65,7 +66,7 @@ class CategoricalTD3Loss(TD3Loss):
 
     def _actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         state = tensordict.copy()
-        action = self._actor.online.run(state, self._action, state)
+        action = self._actor.online.run(state, output, state, self.tensor_keys.action)
         state.set(self.tensor_keys.action, action)
         logits = self._checked(self._critics.detached(state, self.tensor_keys.state_action_value), action.shape[:-1])
         values: Any = categorical.expected_value_direct(logits, self.v_min, self.v_max)

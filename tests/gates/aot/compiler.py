@@ -148,9 +148,14 @@ def alignments(kernel: Any, signature: dict[str, Any]) -> dict[tuple[int, ...], 
     found: dict[tuple[int, ...], list[list[Any]]] = {}
     for place, parameter in enumerate(kernel.params):
         kind = signature[parameter.name]
-        fixed = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
-        if isinstance(kind, str) and (kind[0] == "*" or kind in ("i32", "i64")) and not fixed:
+        if parameter.do_not_specialize or parameter.do_not_specialize_on_alignment:
+            continue
+        if isinstance(kind, str) and (kind[0] == "*" or kind in ("i32", "i64")):
             found[(place,)] = [["tt.divisibility", 16]]
+        # Numbers in tuples are codes of addresses, and odd.
+        for i, each in enumerate(kind if isinstance(kind, tuple) else ()):
+            if each[0] == "*":
+                found[(place, i)] = [["tt.divisibility", 16]]
     return found
 
 
@@ -174,9 +179,13 @@ def assembly(spec: AotSpec, target: str) -> tuple[str, dict[str, Any], str]:
     extra = [a for a in (*spec.signature, *spec.constexprs) if a not in kernel.arg_names]
     if missing or extra:
         raise ValueError(f"the spec of {spec.kernel} lacks {missing} and names {extra}, which the kernel has not")
+    constexprs = spec.constexprs
+    if not name.startswith("sm_") and constexprs.get("PRECISION", "").startswith("tf32"):
+        # A launcher on AMD's GPUs asks for no TF32, which some of them lack.
+        constexprs = {**constexprs, "PRECISION": "ieee"}
     signature = {a: "constexpr" if a in spec.constexprs else spec.signature[a] for a in kernel.arg_names}
     attributes = {} if unaligned else alignments(kernel, signature)
-    source = ASTSource(kernel, signature=signature, constexprs=spec.constexprs, attrs=attributes)
+    source = ASTSource(kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     if name.startswith("sm_"):
         gpu = GPUTarget("cuda", int(name.removeprefix("sm_")), 32)
     else:

@@ -1,0 +1,194 @@
+"""Whole perceptrons in one launch: an update of soft actor-critic in five, the optimiser's step and the noise apart.
+
+A product of small matrices takes a GPU several microseconds, whatever it computes: it is made of waiting. Here a
+program takes some rows of the batch through all layers of a net, forward or backward, with what comes before and after
+the layers: the policy's head, the target of the critics, the slopes of the losses. The launches, in order:
+
+* :data:`sac_act`: the policy in the next states and in the states, its head, actions and log-densities;
+* :data:`sac_values`: target critics of the next actions, critics of the batch's actions, critics of the policy's;
+* :data:`sac_value_gradients`: losses, priorities, and the gradients by the sums of all layers of the critics, once
+  from their own loss and once from the policy's, down to the actions;
+* :data:`sac_action_gradients`: the same of the policy;
+* :data:`weight_gradients`: of all weights and biases, of critics and policy.
+
+A *net* is a perceptron with at least one hidden layer, and an activation between its layers, a code of
+:mod:`gpubuf.kernels.norms`: RELU or SILU. Its ``params`` are weight and bias of each layer, in order, float32 and
+contiguous. Critics have one value and are stacked: weights ``[N, in, out]``, or ``[N, out, in]`` where ``turned``; the
+policy's are ``[out, in]``. Their input is state and action, of which ``columns`` are the first columns. The policy's
+result is ``[n, 2 A]``: ``loc`` and ``raw``, with ``scale = softplus(raw + shift) + smallest_scale``.
+
+``hidden`` has, for each hidden layer, what it computes before the activation, and ``deltas`` the gradient by it. All
+results are written into memory that the caller owns.
+
+``precision`` is that of products on a GPU, whose sums are float32: :data:`IEEE`, :data:`TF32X3` (each number as the sum
+of two of TF32, three products; tests/kernels/test_perceptrons.py says how near that is), :data:`TF32` or :data:`BF16`.
+A CPU multiplies float32, or for :data:`BF16` what is rounded to it.
+
+References: Haarnoja et al., "Soft Actor-Critic Algorithms and Applications", arXiv 1812.05905; Markidis et al., "NVIDIA
+Tensor Core Programmability, Performance & Precision", arXiv 1803.04014 (products in parts).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gpubuf.kernels._registry import define
+
+IEEE, TF32X3, TF32, BF16 = range(4)
+"""Values of ``precision``."""
+
+IN_PARTS = ((8, 0), (9, 0), (10, 0))
+"""Compute capabilities of the GPUs on which three products of TF32 take less time than one of float32."""
+
+WEIGHT_TILE = (32, 64)
+"""Inputs and outputs of a weight whose gradients are one program's."""
+
+
+def float32_on(device: torch.device) -> int:
+    """The precision by which a device multiplies float32 fastest: :data:`IEEE` or :data:`TF32X3`."""
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return IEEE
+    return TF32X3 if torch.cuda.get_device_capability(device) in IN_PARTS else IEEE
+
+
+def tiles_of(n: int, precision: int) -> tuple[int, int, int, int]:
+    """(rows of a program, outputs, and inputs that it multiplies at a time, its warps) for a batch of n.
+
+    A small batch is cut into many programs, so that every multiprocessor has some. More rows would read weights more
+    rarely, but the three products of :data:`TF32X3` take thrice the registers.
+    """
+    if precision in (IEEE, TF32X3):
+        return (16, 64, 32, 4) if n <= 1024 else (32, 64, 16, 4)
+    return (16, 128, 32, 4) if n <= 512 else (32 if n <= 4096 else 64, 128, 32, 8)
+
+
+SCALARS = ("slope", "loss_qvalue", "alpha", "loss_actor", "loss_alpha", "entropy")
+"""What :data:`sac_value_gradients` computes of a batch. ``slope`` is the derivative of ``loss_alpha`` by log_alpha; it
+comes first, where its address is as aligned as that of a parameter."""
+
+SHAPE = 8
+"""Numbers of a product of :data:`weight_gradients`."""
+
+
+def _none(*_: object) -> None:
+    pass
+
+
+sac_act = define(
+    "perceptrons_sac_act(Tensor next_state, Tensor state, Tensor noise, Tensor? low, Tensor? high, Tensor[] target,"
+    " Tensor[] online, int activation, float shift, float smallest_scale, float low_value, float high_value,"
+    " bool policy, int precision, Tensor(a!)[] hidden, Tensor(b!) head, Tensor(c!) action, Tensor(d!) log_prob) -> ()",
+    __name__,
+    fake=_none,
+)
+"""Actions of the policy in the next states and, with ``policy``, in the states, which are the last n of ``2 n`` rows.
+
+Args:
+    next_state, state: float32 ``[n, in]``.
+    noise: float32 ``[2 n, A]``, standard normal.
+    low, high: bounds of the action, float32 ``[A]``, or None for ``low_value`` and ``high_value``.
+    target, online: the policy of the next states, and the one that learns.
+    hidden: float32 ``[2 n, width]`` each, out.
+    head: float32 ``[2 n, 2 A]``, out: ``loc`` and ``raw + shift``.
+    action: float32 ``[2 n, A]``, out; see :data:`gpubuf.kernels.tanh_normal.sample`.
+    log_prob: float32 ``[2 n]``, out.
+"""
+
+sac_values = define(
+    "perceptrons_sac_values(Tensor next_state, Tensor state, Tensor action, Tensor drawn, Tensor[] target,"
+    " Tensor[] online, int[] columns, int activation, bool turned, bool policy, int precision, Tensor(a!)[] hidden,"
+    " Tensor(b!) q) -> ()",
+    __name__,
+    fake=_none,
+)
+"""Values of the next actions, of the batch's actions and, with ``policy``, of the policy's actions.
+
+Args:
+    next_state, state: float32 ``[n, width]``.
+    action: float32 ``[n, A]``.
+    drawn: float32 ``[2 n, A]``, of :data:`sac_act`.
+    target, online: the critics of the next states, and those that learn.
+    hidden: float32 ``[3, N, n, width]`` each, out.
+    q: float32 ``[3, N, n]``, out.
+"""
+
+sac_value_gradients = define(
+    "perceptrons_sac_value_gradients(Tensor q, Tensor log_prob, Tensor log_alpha, Tensor target_entropy, Tensor reward,"
+    " Tensor terminated, Tensor gamma, Tensor? steps, Tensor? weight, Tensor[] online, Tensor[] hidden, int[] columns,"
+    " int activation, bool turned, int loss_function, int reduction, bool policy, int precision, Tensor(a!)[] deltas,"
+    " Tensor(b!) grad_q, Tensor(c!) grad_action, Tensor(d!) td_error, Tensor(e!) scalars) -> ()",
+    __name__,
+    fake=_none,
+)
+"""The losses of a batch, and gradients by all that critics compute::
+
+    y = r + gamma^steps (1 - terminated) (min_k q[0, k] - alpha log_prob[:n]),  alpha = exp(log_alpha)
+    loss_qvalue = norm sum_i w_i sum_k distance(q[1, k, i] - y_i)
+    loss_actor = norm sum_i w_i (alpha log_prob[n + i] - min_k q[2, k, i])
+    loss_alpha = log_alpha slope,  slope = -norm sum_i w_i (log_prob[n + i] + target_entropy)
+
+``norm`` is 1, or 1 / sum(w) with the reduction MEAN; distances and reductions are those of :mod:`gpubuf.kernels.td`.
+
+Args:
+    log_prob: float32 ``[2 n]``, of :data:`sac_act`.
+    log_alpha, target_entropy: float32, one element.
+    reward, terminated, steps, weight: one element for each row; ``steps`` None: 1; ``weight`` None: 1.
+    gamma: float64, one element.
+    deltas: float32 ``[2, N, n, width]`` for each hidden layer, out: from the critics' loss, and from the policy's.
+    grad_q: float32 ``[N, n]``, out: of ``q[1]``.
+    grad_action: float32 ``[N, n, A]``, out: of the policy's actions, from the first critic that attains the minimum.
+    td_error: float32 ``[n]``, out: ``max_k |q[1, k] - y|``.
+    scalars: float32 ``[6]``, out: :data:`SCALARS`; without ``policy`` loss_qvalue and alpha alone.
+"""
+
+sac_action_gradients = define(
+    "perceptrons_sac_action_gradients(Tensor grad_action, Tensor log_alpha, Tensor? weight, Tensor noise, Tensor? low,"
+    " Tensor? high, Tensor head, Tensor[] online, Tensor[] hidden, int activation, int reduction, float smallest_scale,"
+    " float low_value, float high_value, int precision, Tensor(a!)[] deltas, Tensor(b!) grad_head) -> ()",
+    __name__,
+    fake=_none,
+)
+"""Gradients of ``loss_actor`` by all that the policy computes in the states.
+
+Args:
+    deltas: float32 ``[n, width]`` for each hidden layer, out.
+    grad_head: float32 ``[n, 2 A]``, out.
+"""
+
+weight_gradients = define(
+    "perceptrons_weight_gradients(Tensor first, Tensor[] inputs, Tensor[] grads, Tensor(a!)[] weights,"
+    " Tensor(b!)[] biases, int[] shapes, int activation, int precision) -> ()",
+    __name__,
+    fake=_none,
+)
+"""``weights[p] = activation(inputs[p])^T grads[p]``, and ``biases[p]``, the sums of the columns of ``grads[p]``.
+
+``shapes`` has eight numbers for each product p: (nets N, whether all nets have one input, first row of the weight,
+width of the input, inputs of the layer, outputs of the layer, whether the weight is turned, whether the input needs
+the activation). A product whose first row is not 0 is a part of a layer, and leaves its bias alone.
+
+Args:
+    first: a tensor on the device, whose first dimension is n.
+    inputs: float32 ``[N, n, width]`` or ``[n, width]``.
+    grads: float32 ``[N, n, outputs]``.
+    weights, biases: float32, out.
+"""
+
+step = define(
+    "perceptrons_step(Tensor table, Tensor first, Tensor[] inputs, Tensor[] grads, Tensor? slope, int[] shapes,"
+    " int[] places, int activation, int precision, Tensor hyper, bool averages, Tensor(a!) steps, Tensor(b!) ticket,"
+    " Tensor(c!)[] params, Tensor(d!)[] moments, Tensor(e!)[] targets) -> ()",
+    __name__,
+    fake=_none,
+)
+"""The step of :data:`gpubuf.kernels.optim.adamw` by the gradients that :data:`weight_gradients` would store.
+
+Args:
+    table, hyper, steps, ticket, params, moments, targets: of the optimiser's only bucket, whose gradients are not
+        clipped, whose rows are free, and whose addresses are multiples of 16.
+    first, inputs, grads, shapes: as of :data:`weight_gradients`.
+    slope: gradient of one more parameter, which is a number, or None.
+    places: the entries of weight and bias of each product, and then that of the number. Others stay as they are, and so
+        do their targets.
+    averages: whether targets move.
+"""

@@ -1,0 +1,188 @@
+"""A learner whose updates of soft actor-critic are those of a GPU: whole perceptrons, captured."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from gpubuf.data.recording import Recording
+from gpubuf.objectives.fused import FusedSACUpdate
+from tests.support.counted_launches import counted_launches
+from tests.support.graph_recorder import RecordedCuda
+from tests.support.interpreter import triton_on_cpu
+from tests.support.learners import CHANGES, CONSTANT, World, changed, transitions
+
+F32 = torch.float32
+
+
+def world_of(**options: Any) -> World:
+    """In float32; its loss does not look for NaN, as it does on a CPU alone."""
+    world = World(dtype=F32, **options)
+    world.loss.nan_named = True
+    return world
+
+
+def captures(machine: RecordedCuda) -> int:
+    return sum(entry.startswith("capture") for entry in machine.log)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_take_effect(change, machine: RecordedCuda):
+    """CASES 84: after a change the replays are what eager updates are, bit for bit; only some need another graph."""
+    due = changed(world_of(capture=False), CHANGES[change])
+    world = world_of()
+    found = changed(world, CHANGES[change])
+    assert not [name for name in due if not torch.equal(found[name], due[name])]
+    assert world.learner.captured
+    assert isinstance(world.learner._explicit, FusedSACUpdate) == (change != "a frozen parameter")
+    assert captures(machine) == (2 if change in CONSTANT else 4)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_priorities_are_given_back_beside_the_step(late, machine: RecordedCuda):
+    """In a branch of the graph, which may run before or after all that learns: both are what eager updates are."""
+    machine.late = late
+    due, world = world_of(capture=False), world_of()
+    for each in (due, world):
+        torch.manual_seed(0)
+        each.run(8)
+    side = machine.log.index("side waits for side", machine.log.index("capture on side"))
+    assert "side waits for side" in machine.log[side + 1 :]
+    found, expected = world.state(), due.state()
+    assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert world.learner.captured
+
+
+def test_the_optimiser_keeps_the_state_that_the_general_update_leaves(machine: RecordedCuda):
+    """The same tensors of the same names, and numbers equal up to rounding."""
+    worlds = [world_of(general=general, capture=False) for general in (False, True)]
+    for world in worlds:
+        torch.manual_seed(0)
+        world.run(4)
+    found, due = (world.state() for world in worlds)
+    assert found.keys() == due.keys()
+    for name in due:
+        torch.testing.assert_close(found[name], due[name], rtol=1e-3, atol=1e-4, msg=name)
+    assert isinstance(worlds[0].learner._explicit, FusedSACUpdate)
+
+
+def test_another_precision_of_products_drops_the_graphs(machine: RecordedCuda):
+    """A replay would repeat the old one."""
+    world = world_of()
+    world.run(5)
+    assert world.learner.captured
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        world.run(1)
+        assert not world.learner.captured
+        world.run(5)
+        assert world.learner.captured
+    finally:
+        torch.set_float32_matmul_precision(before)
+    world.run(1)
+    assert not world.learner.captured
+
+
+def test_two_sizes_of_batches_at_once(machine: RecordedCuda):
+    """Each has memory of its own, which the graph of the other leaves alone."""
+    states = []
+    for capture in (False, True):
+        world = world_of(capture=capture)
+        world.learner.buffer = None
+        torch.manual_seed(3)
+        for _ in range(6):
+            for rows in (8, 12):
+                world.learner(transitions(rows, dtype=F32))
+        states.append(world.state())
+    due, found = states
+    assert not [name for name in due if not torch.equal(found[name], due[name])]
+    assert captures(machine) == 2
+    assert isinstance(world.learner._explicit, FusedSACUpdate)
+    assert world.learner._explicit._memory.keys() == {8, 12}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda learner: pickle.loads(pickle.dumps(learner))])
+def test_a_copy_goes_on_by_itself(copied, machine: RecordedCuda):
+    world = world_of()
+    torch.manual_seed(0)
+    world.run(5)
+    before = world.state()
+    other = copied(world.learner)
+    for _ in range(5):
+        other()
+    after = world.state()
+    assert not [name for name in before if not torch.equal(after[name], before[name])]
+    assert other.captured
+    assert isinstance(other._explicit, FusedSACUpdate)
+    assert other._explicit is not world.learner._explicit
+
+
+def test_a_graph_keeps_the_memory_that_it_writes(monkeypatch: pytest.MonkeyPatch, machine: RecordedCuda):
+    """Also when the update is made anew."""
+    held = []
+    holds = Recording.holds
+
+    def noted(self: Recording, owner: object, *names: str) -> None:
+        held.append((owner, names))
+        holds(self, owner, *names)
+
+    monkeypatch.setattr(Recording, "holds", noted)
+    world = world_of()
+    world.run(5)
+    assert (world.learner._explicit, ("_memory",)) in held
+
+
+def test_updates_under_autocast_are_captured_and_a_graph_of_float32_is_not_replayed(machine: RecordedCuda):
+    """As ``gpubuf train --bfloat16`` calls a learner; here by autograd, which a CPU has under autocast."""
+    states = []
+    for capture in (False, True):
+        world = world_of(capture=capture)
+        torch.manual_seed(2)
+        for enabled in (False, True):
+            for number in range(6):
+                with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                    world.run(1)
+                assert world.learner.captured == (capture and number > 2)
+        states.append(world.state())
+    due, found = states
+    assert not [name for name in due if not torch.equal(found[name], due[name])]
+    assert captures(machine) == 2
+
+
+@pytest.mark.parametrize(("policy", "launches"), [(True, 5), (False, 4)])
+def test_launches(policy, launches, machine: RecordedCuda):
+    """Of a whole update, with the step of the optimiser and of the targets; the noise is PyTorch's launch."""
+    world = world_of(capture=False)
+    batch = transitions(8, dtype=F32)
+    world.learner.buffer = None
+    with triton_on_cpu():
+        world.learner(batch.clone(), policy=policy)
+        with counted_launches() as found:
+            world.learner(batch.clone(), policy=policy)
+    assert all(name.startswith("perceptrons_") for name in found)
+    assert sum(found.values()) == launches
+
+
+@pytest.mark.parametrize("through_triton", [False, True])
+def test_a_step_in_the_launch_of_the_gradients_is_that_of_the_optimiser(through_triton, machine: RecordedCuda):
+    """Parameters, moments and targets, for updates with the policy and without; a watched optimiser steps itself."""
+    states = []
+    for watched in (False, True):
+        world = world_of(capture=False)
+        if watched:
+            world.optimizer.register_step_pre_hook(lambda *_: None)
+        torch.manual_seed(2)
+        with triton_on_cpu(through_triton):
+            world.run(4, policy_every=2)
+        stored = [each.grad is not None for each in world.loss.parameters() if each.requires_grad]
+        assert any(stored) == watched
+        states.append(world.state())
+    found, due = states
+    assert found.keys() == due.keys()
+    for name in due:
+        torch.testing.assert_close(found[name], due[name], rtol=1e-5, atol=1e-6, msg=name)

@@ -1,0 +1,191 @@
+"""Whole perceptrons: the five operations of an update on both backends against autograd, and how precise they are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpubuf.kernels.norms import RELU, SILU
+from gpubuf.kernels.perceptrons import BF16
+from gpubuf.kernels.td import L1, L2
+from tests.kernels.reference import perceptrons as reference
+from tests.support.interpreter import triton_on_cpu
+from tests.support.perceptrons_setup import Problem, run
+from tests.support.planting import planted
+
+F32, F64 = torch.float32, torch.float64
+
+PROBLEMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "turned, SiLU": {"turned": True, "activation": SILU, "weighted": True},
+    "critics alone": {"policy": False, "weighted": True, "loss_function": L2},
+    "critics alone, turned": {"policy": False, "turned": True, "loss_function": L1, "n": 16},
+    "sum": {"reduction": "sum", "weighted": True, "bounded": True},
+    "one hidden layer": {"hidden": (21,), "n": 33, "loss_function": L2, "bounded": True},
+    "three hidden layers": {"hidden": (17, 5, 33), "n": 17, "delayed": True, "activation": SILU},
+    "wider than a tile": {"hidden": (130, 9), "observation": 70, "n": 3, "loss_function": L1},
+    "one net, one row": {"nets": 1, "n": 1, "size": 1, "hidden": (1, 3), "turned": True},
+    "three nets": {
+        "nets": 3, "action_first": True, "delayed": True, "turned": True, "weighted": True, "bounded": True, "size": 9
+    },
+}  # fmt: skip
+
+
+def flat(found: dict[str, Any]) -> dict[str, Tensor]:
+    several = {
+        f"{name} {i}": each for name, value in found.items() if isinstance(value, list) for i, each in enumerate(value)
+    }
+    return several | {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def assert_same(found: dict[str, Any], due: dict[str, Any], tolerance: float = 2e-5) -> None:
+    """All that is computed is what autograd says, relative to the largest number of each tensor."""
+    mine, theirs = flat(found), flat(due)
+    assert mine.keys() == theirs.keys()
+    for name, value in theirs.items():
+        size = float(value.nan_to_num(0).abs().max()) + 1e-3
+        torch.testing.assert_close(
+            mine[name].to(value.dtype).reshape(value.shape), value, rtol=0, atol=tolerance * size, equal_nan=True,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )  # fmt: skip
+
+
+#: Those of quick runs and of the gates.
+GATE = ("turned, SiLU", "critics alone", "three nets")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.gate] * (n in GATE)) for n in PROBLEMS])
+def test_an_update_is_that_of_autograd(backend, name):
+    given = Problem(**PROBLEMS[name])
+    assert_same(run(given), reference.update(given))
+
+
+@pytest.mark.parametrize("where", ["state", "next_state", "action", "reward", "weight", "actor", "critics"])
+def test_nan_spreads_as_in_plain_pytorch(backend, where):
+    """To the rows and gradients that depend on it, and to no others."""
+    given = Problem(weighted=True)
+    tensor = getattr(given, where)
+    (tensor[0][0] if isinstance(tensor, list) else tensor)[3] = torch.nan
+    found, due = flat(run(given)), flat(reference.update(given))
+    assert not [name for name in due if not torch.equal(found[name].isnan().flatten(), due[name].isnan().flatten())]
+
+
+def test_bfloat16(backend):
+    """Products of what is rounded to it: near what autograd makes of such products, and not those of float32."""
+    given = Problem(precision=BF16, activation=SILU, nets=1, n=33)
+    found, due, exact = flat(run(given)), flat(reference.update(given, F32, "bf16")), flat(reference.update(given))
+    for name in due:
+        apart, rounded = (distance([found[name]], [each[name].view_as(found[name])]) for each in (due, exact))
+        # The interpreter cuts what a GPU rounds.
+        assert apart < (3e-2 if backend == "triton" else 5e-3), name
+        if name in ("of_critics 0", "of_actor 0"):
+            assert rounded > 1e-3, name
+
+
+# --- precision --------------------------------------------------------------------------------------------------------
+
+
+def distance(found: list[Tensor], due: list[Tensor]) -> float:
+    """Of gradients from others, relative to their length."""
+    apart = sum(float((one.double() - other.double()).square().sum()) for one, other in zip(found, due, strict=True))
+    return math.sqrt(apart / sum(float(other.double().square().sum()) for other in due))
+
+
+def distances(how: str, **options: Any) -> tuple[float, float]:
+    """Those of gradients (critics', policy's) from float64, over some updates; products as ``how``, or "ours"."""
+    squares = [0.0, 0.0]
+    for seed in (0, 1, 3):
+        given = Problem(
+            **{"n": 128, "hidden": (128, 128), "observation": 17, "size": 6, "weighted": True}, seed=seed, **options
+        )
+        found = run(given) if how == "ours" else reference.update(given, F32, how)
+        truth = reference.update(given)
+        for i, name in enumerate(("of_critics", "of_actor")):
+            squares[i] += distance(found[name], truth[name]) ** 2
+    return math.sqrt(squares[0]), math.sqrt(squares[1])
+
+
+@pytest.mark.parametrize("activation", [RELU, SILU])
+@pytest.mark.parametrize("how", ["tf32x3", "ours"])
+def test_gradients_are_no_further_from_float64_than_twice_those_of_eager_float32(how, activation):
+    """In three products of TF32, as a GPU's matrix units compute, and on a CPU."""
+    found, plain = (distances(each, activation=activation) for each in (how, "plain"))
+    for mine, eager in zip(found, plain, strict=True):
+        assert mine < 2 * eager
+        assert mine < 1e-6
+
+
+@pytest.mark.parametrize(("how", "least", "most"), [("tf32", 1e-3, 5e-2), ("bf16", 1e-3, 1e-1)])
+def test_what_fewer_bits_cost(how, least, most):
+    """Of a gradient, in TF32 and in bfloat16: parts in a thousand or a hundred; float32 costs parts in a million."""
+    for mine, eager in zip(distances(how), distances("plain"), strict=True):
+        assert 1000 * eager < mine
+        assert least < mine < most
+
+
+def test_roundings():
+    x = torch.tensor([1 + 2**-11, 1 + 2**-10, -1 - 2**-11, 1 + 2**-12, 3e38])
+    assert reference.rounded(x).tolist()[:4] == [1 + 2**-10, 1 + 2**-10, -1 - 2**-10, 1]
+    assert reference.cut(x).tolist()[:4] == [1, 1 + 2**-10, -1, 1]
+
+
+# --- planted faults ---------------------------------------------------------------------------------------------------
+
+VALUES = "_triton_sac:perceptrons_sac_value_gradients_kernel"
+FAULTS = {
+    "a gradient without the mask of its activation": (
+        "_triton:layer_gradient", "activation_gradient(grad, z, ACTIVATION)", "grad"
+    ),
+    "that of the last hidden layer": (
+        VALUES, "activation_gradient(grad[:, None] * w[None, :], z, ACTIVATION)", "grad[:, None] * w[None, :]",
+    ),
+    "always the second critic": (VALUES, "which == net", "net == 1"),
+    "rows without weights": (
+        VALUES, "norm * weights_of(weights_ptr, row, inside)", "norm + 0 * row"
+    ),
+    "the policy's rows without weights": (
+        "_triton_sac:perceptrons_sac_action_gradients_kernel", "* weights_of(weights_ptr, row, inside)", "+ 0 * row"
+    ),
+    "a target of the critics that learn": (
+        "_triton_sac:perceptrons_sac_values_kernel", "drawn_ptr, target, hidden", "drawn_ptr, online, hidden"
+    ),
+    "a target of the actor that learns": (
+        "_triton_sac:perceptrons_sac_act_kernel", "x_ptr, target, noise_ptr", "x_ptr, online, noise_ptr"
+    ),
+    "the batch's actions for the policy's": (
+        "_triton_sac:perceptrons_sac_values_kernel", "job >= 2 * NETS", "job >= 3 * NETS"
+    ),
+    "a target without entropy": ("_triton_sac:td_targets", "value -= alpha *", "value -= 0 *"),
+    "the first columns, whatever comes first": (
+        VALUES, "INPUTS[2] + column", "column"
+    ),
+    "no bias": ("_triton:run_layer", "+ bias[None, :]", ""),
+    "the last activation left out": ("_triton_sac:value_rows", "ACTIVATION)\n        q", "0)\n        q"),
+    "a tile of weights by the rows of the first": ("_triton:weight_gradient_tile", "row < n", "row < DEPTH"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ordinary() -> Problem:
+    return Problem(n=33, hidden=(20, 12), observation=3, weighted=True, delayed=True)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(ordinary, fault):
+    """By the comparison with autograd."""
+    function, before, after = FAULTS[fault]
+    due = reference.update(ordinary)
+    with triton_on_cpu(), planted(f"perceptrons.{function}", before, after), pytest.raises(AssertionError):
+        assert_same(run(ordinary), due)
+
+
+def test_what_planted_faults_change_is_right_without_them(ordinary):
+    """And it has rows of which either critic says less."""
+    due = reference.update(ordinary)
+    assert 0 < int((due["own_q"][0] < due["own_q"][1]).sum()) < ordinary.n
+    with triton_on_cpu():
+        assert_same(run(ordinary), due)
