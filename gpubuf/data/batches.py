@@ -18,7 +18,6 @@ from gpubuf.data.recording import at_replays
 from gpubuf.data.samplers.base import Drawn, Sampler, require_rows
 from gpubuf.data.storage.containers import Data
 from gpubuf.data.storage.indexing import expanded
-from gpubuf.data.storage.layout import Key
 from gpubuf.data.storage.placement import batch_device, check_host_room
 from gpubuf.data.storage.plan import RowPlan
 from gpubuf.data.storage.storage import TensorStorage
@@ -235,19 +234,11 @@ class Batches:
         info = {"index": index, **drawn.info}
         if not whole or self.sampler.has_priorities or self.writer.track_generations:
             info["index_generation"] = generation
-        for key in self.reader.recipe.positions:
-            info |= self._rows_of_windows(key, drawn)
-        return info
-
-    def _rows_of_windows(self, key: Key, drawn: Drawn) -> dict[Any, Tensor]:
-        """The index of each row of windows, from their positions, and its generation."""
-        place = self.reader.layout.position(key)
-        assert place is not None
-        found = drawn.tensors[place]
-        generation = self.storage.generations(found.reshape(-1)).view(found.shape)
         if self.storage.ndim > 1:
-            found = torch.where((found < 0).unsqueeze(-1), -1, self.storage.unravel(found))
-        return {key: found, (*key[:-1], "index_generation"): generation}
+            for key in self.reader.recipe.positions:
+                found = drawn.tensors[self.reader.layout.keys.index(key)]
+                info[key] = torch.where((found < 0).unsqueeze(-1), -1, self.storage.unravel(found))
+        return info
 
     def finish(self, batch: Batch) -> Batch:
         """Relabel, copy to the device of batches, collate, transform and pin."""

@@ -37,7 +37,8 @@ the ``k``-th offset, the running sum of the sizes before it, each rounded up to 
   ``CROSS`` the stored rows alone are bounds. Next observations (``NEXT``) go back one step further than rows: before
   the next observation of a trajectory's first row comes that row's own. ``PADDED`` says of each slot, read from the
   drawn row, whether it is outside, and ``IS_FIRST`` whether its row begins a trajectory: it is the oldest row of a ring
-  that has lost none, or the row before it ends one. ``POSITION`` is that of its row, or -1 outside.
+  that has lost none, or the row before it ends one. ``POSITION`` is that of its row, and ``GENERATION`` its
+  generation; both are -1 outside.
 * **Codec.** A stored element becomes a number (``stored * scale + offset``) and an element of the batch; a written one
   becomes a stored one (``(written - offset) / scale``, rounded to the nearest, half to even, if stored as an integer).
 * **Processing.** A number is normalised and cut to bounds, and images are shifted.
@@ -161,7 +162,7 @@ OPAQUE = len(DTYPES)
 
 _INTEGER_OF = {dtype.itemsize: DTYPES.index(dtype) for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64)}
 
-DRAWN, LAST, NEXT, SUM, STEPS, PADDED, IS_FIRST, POSITION = range(8)
+DRAWN, LAST, NEXT, SUM, STEPS, PADDED, IS_FIRST, POSITION, GENERATION = range(9)
 """Which row a field reads, or what it says of the rows: values of :attr:`Field.kind`."""
 
 REPEAT, ZERO, CROSS = range(3)
@@ -290,7 +291,7 @@ class Field:
         int64, or what is said of slots as bools and int64.
         """
         if self.kind >= PADDED:
-            return self.batch == (_INTEGER_OF[8] if self.kind == POSITION else DTYPES.index(torch.bool))
+            return self.batch == (_INTEGER_OF[8] if self.kind >= POSITION else DTYPES.index(torch.bool))
         if self.kind == STEPS:
             return self.batch == _INTEGER_OF[8] and not self.mean
         summed = self.kind == SUM
@@ -460,7 +461,7 @@ cursor, and move it.
 every 128 keys. No host sync.
 
 ``SUM`` and ``LAST`` fields are stored like ``DRAWN`` ones; those with ``writes`` 0 are skipped (so have ``STEPS``,
-``PADDED``, ``IS_FIRST`` and ``POSITION``): their sources are empty. With shared fields ``n`` is a multiple of
+``PADDED`` and the kinds after it): their sources are empty. With shared fields ``n`` is a multiple of
 ``envs``. Then:
 
 1. The next observations that were pending are compared with the observations that now follow them: those that differ

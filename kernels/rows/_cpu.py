@@ -318,8 +318,9 @@ def _windows(field: _Field, row: Tensor, around: _Transitions, capacity: int, ho
     slots = around.after(row.repeat_interleave(field.window), offset)
     if field.kind == PADDED:
         return outside[:, None]
-    if field.kind == POSITION:
-        return slots.masked_fill(outside, -1)[:, None]
+    if field.kind >= POSITION:
+        told = slots if field.kind == POSITION else (around.written - slots + capacity - 1) // capacity
+        return told.masked_fill(outside, -1)[:, None]
     if field.kind == IS_FIRST:
         oldest = (around.newest - slots // how.envs) % around.steps == around.stored - 1
         return torch.where(oldest, not around.has_lost, around.ends_at(around.after(slots, -1)))[:, None]

@@ -302,7 +302,8 @@ def _find_slots(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Find the places of all slots around ``n`` rows, and which of them are outside; whether none is lost.
 
-    Those of ``IS_FIRST`` are 1 where the row begins a trajectory, and else 0; those of ``POSITION`` -1 outside.
+    Those of ``IS_FIRST`` are 1 where the row begins a trajectory, and else 0; those of ``POSITION`` and ``GENERATION``
+    are what they say.
     """
     steps, window, first, by, kind = capacity // envs, field[WINDOW], field[FIRST], field[STEP], field[KIND]
     newest, stored, final = (written // envs + steps - 1) % steps, size // envs, first + (window - 1) * by
@@ -325,8 +326,9 @@ def _find_slots(  # type: ignore[no-untyped-def]
             if kind == NEXT and not own:
                 row = _next_place(links, newest * envs, capacity, envs, row)
                 lost += row == LOST
-            elif kind == POSITION:
-                row = -1 if beyond[at] else row
+            elif kind >= POSITION:
+                told = row if kind == POSITION else written // capacity + (row < written % capacity)
+                row = -1 if beyond[at] else told
             elif kind == IS_FIRST:
                 at_step, _ = divided(row, envs)
                 until = newest - at_step if at_step <= newest else newest - at_step + steps
@@ -463,7 +465,7 @@ def read_batch(  # type: ignore[no-untyped-def]
                 _tell_slots(target, beyond, found)
             elif field[KIND] == IS_FIRST:
                 _tell_slots(target, rows, found)
-            elif field[KIND] == POSITION:
+            elif field[KIND] >= POSITION:
                 positions = carray(as_i64(target), found)
                 for i in range(found):
                     positions[i] = rows[i]

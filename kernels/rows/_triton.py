@@ -28,9 +28,9 @@ Arguments that kernels and helpers share:
 * ``memory``: (ends_ptr, links_ptr, noise_ptr, index_ptr, rng_ptr), see :class:`gpubuf.kernels.rows.Reading`; ``has``
   says which there are, constexpr: (HAS_ENDS, HAS_LINKS, HAS_NOISE, SAMPLE, HAS_WINDOWS, LAW). A name would make a
   number of each;
-* ``before``: (noise_offset, rng_offset, size, oldest, stored, has_lost, numbers_ptr), the counters before the call:
-  ``size`` rows may be drawn from row ``oldest`` on, ``stored`` steps are there, and ``has_lost`` is 1 where there were
-  more; and the numbers of the law by which rows are drawn;
+* ``before``: (noise_offset, rng_offset, written, size, oldest, stored, has_lost, numbers_ptr), the counters before the
+  call: ``written`` rows were, ``size`` rows may be drawn from row ``oldest`` on, ``stored`` steps are there, and
+  ``has_lost`` is 1 where there were more; and the numbers of the law by which rows are drawn;
 * ``batch``: (n, draws), the rows of the batch and the random numbers of a row;
 * ``window``: (newest, steps, envs, n_steps): the newest step, and the ring, ``capacity = steps * envs``.
 """
@@ -81,7 +81,7 @@ LANE, WORDS = map(tl.constexpr, range(rows.LANE, rows.WORDS + 1))
 FIELD = tl.constexpr(rows.FIELD)
 
 # Values of KIND, and of OUTSIDE.
-DRAWN, LAST, NEXT, SUM, STEPS, PADDED, IS_FIRST, POSITION = map(tl.constexpr, range(rows.DRAWN, rows.POSITION + 1))
+DRAWN, LAST, NEXT, SUM, STEPS, PADDED, IS_FIRST, POSITION, GENERATION = map(tl.constexpr, range(rows.GENERATION + 1))
 REPEAT, ZERO, CROSS = map(tl.constexpr, range(rows.REPEAT, rows.CROSS + 1))
 
 # More steps than any window has.
@@ -385,7 +385,7 @@ def store_bits(address, bits, shift, unit, mask):
 def load_positions(memory, before, batch, row, capacity, has):
     """(position, whether there is one) of rows of the batch: drawn, or given."""
     _ends_ptr, _links_ptr, _noise_ptr, index_ptr, rng_ptr = memory
-    _noise_offset, rng_offset, size, oldest, _stored, _has_lost, numbers_ptr = before
+    _noise_offset, rng_offset, _written, size, oldest, _stored, _has_lost, numbers_ptr = before
     n, _draws = batch
     if has[3]:
         # The seed is loaded here: hoisted out of a loop, its round keys would occupy twenty registers.
@@ -484,7 +484,7 @@ def steps_to_end(ends_ptr, step, env, ahead, limit, words, steps, envs):
 def _load_window(entry_ptr, memory, before, row, slot, kind, window, has):
     """As :func:`load_slots`, around rows ``row``, -1 for those not to be read."""
     ends_ptr, links_ptr, _noise_ptr, _index_ptr, _rng_ptr = memory
-    _noise_offset, _rng_offset, _size, _oldest, stored, has_lost, _numbers_ptr = before
+    _noise_offset, _rng_offset, written, _size, _oldest, stored, has_lost, _numbers_ptr = before
     newest, steps, envs, _n_steps = window
     first = tl.load(entry_ptr + FIRST)
     by = tl.load(entry_ptr + STEP)
@@ -522,7 +522,9 @@ def _load_window(entry_ptr, memory, before, row, slot, kind, window, has):
             place = (word >> (before_it & 63)) & 1
         # The oldest row is the one after the newest, ``stored - 1`` steps before it.
         place = tl.where(forward(step, stored - 1, steps) == newest, 1 - has_lost, place)
-    place = tl.where(beyond & (((outside == ZERO) & (kind <= NEXT)) | (kind == POSITION)), -1, place)
+    elif kind == GENERATION:
+        place = generation_of(place, valid, written, steps * envs)
+    place = tl.where(beyond & (((outside == ZERO) & (kind <= NEXT)) | (kind >= POSITION)), -1, place)
     return tl.where(valid, place, -1)
 
 
@@ -530,7 +532,7 @@ def _load_window(entry_ptr, memory, before, row, slot, kind, window, has):
 def load_slots(entry_ptr, memory, before, position, valid, slot, kind, window, has):
     """The places of slots of a field around rows of the batch, int64; -1 for zeros and for rows not to be read.
 
-    Those of PADDED and IS_FIRST are 1 or 0: what they say. Those of POSITION are positions.
+    Those of PADDED and the kinds after it are what they say: 1 or 0, positions, generations.
     """
     has_window = ((tl.load(entry_ptr + WINDOW) > 1) | (tl.load(entry_ptr + FIRST) != 0)) | (kind >= PADDED)
     # A window is around a row, also that of next observations.
@@ -545,7 +547,7 @@ def load_slots(entry_ptr, memory, before, position, valid, slot, kind, window, h
 def load_moves(entry_ptr, memory, before, batch, row, has):
     """How far rows of a batch are shifted down (low 16 bits) and right, both plus the field's PAD; int32."""
     _ends_ptr, _links_ptr, noise_ptr, _index_ptr, _rng_ptr = memory
-    noise_offset, _rng_offset, _size, _oldest, _stored, _has_lost, _numbers_ptr = before
+    noise_offset, _rng_offset, _written, _size, _oldest, _stored, _has_lost, _numbers_ptr = before
     _n, draws = batch
     move = (row * 0).to(tl.int32)
     pad = tl.load(entry_ptr + PAD)
@@ -691,13 +693,13 @@ def _compute_tile(entry_ptr, place, move, column, mask, target, gamma, window):
             bits, _ = integer_bits(integers_of(bits, stored), batch)
     else:
         codes = (kind, stored, batch)
-        whole = ((kind == SUM) & (is_float(stored) == 0)) | (kind == POSITION)
+        whole = ((kind == SUM) & (is_float(stored) == 0)) | (kind >= POSITION)
         if ((stored == FLOAT64) | (batch == FLOAT64)) | whole:
             bits = _compute_floats(entry_ptr, place, element, valid, codes, gamma, window, tl.float64)
         else:
             bits = _compute_floats(entry_ptr, place, element, valid, codes, gamma, window, tl.float32)
     shift = tl.load(entry_ptr + LANE)
-    nothing = -(kind == POSITION).to(tl.int64)
+    nothing = -(kind >= POSITION).to(tl.int64)
     store_bits(target, tl.where(valid, bits, nothing), shift, shift, mask)
 
 
@@ -946,7 +948,7 @@ def rows_compute_kernel(
         rng_offset = tl.load(rng_ptr + OFFSET)
         ticket = take_ticket(rng_ptr + TICKET)
     memory = (ends_ptr, links_ptr, noise_ptr, index_ptr, rng_ptr)
-    before = (noise_offset, rng_offset, size, oldest, stored, has_lost, numbers_ptr)
+    before = (noise_offset, rng_offset, written, size, oldest, stored, has_lost, numbers_ptr)
     batch = (n, draws)
     window = (newest_step(written, steps, envs), steps, envs, n_steps.to(tl.int64))
     if program < row_programs:

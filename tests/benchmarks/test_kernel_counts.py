@@ -77,6 +77,14 @@ def test_a_law_takes_a_microsecond_more_than_none():
             assert uniform < report.on_device([launch], caches) <= uniform + 1, law
 
 
+def test_a_world_models_update_takes_60_microseconds():
+    """Of what is committed, in the model of an H200 with warm caches, at most: also where new steps come first."""
+    updates = [each for each in committed()["windows"] if "written back" in each["call"]]
+    assert len(updates) == 3
+    for each in updates:
+        assert report.on_device(each["launches"], report.WARM, each["others"]) <= 60, each["call"]
+
+
 def check_counts(found: list[dict[str, Any]]) -> None:
     """Calls launch what is committed, and each launch executes as many instructions, within 5 %.
 

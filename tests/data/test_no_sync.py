@@ -17,6 +17,7 @@ from gpubuf.data import (
     EmphasizeRecent,
     Geometric,
     LazyTensorStorage,
+    OnlineFirst,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
@@ -87,6 +88,7 @@ SAMPLERS = {
     "geometric": lambda: RandomSampler(law=Geometric(0.9)),
     "emphasis": lambda: RandomSampler(law=EmphasizeRecent()),
     "prioritized": functools.partial(PrioritizedSampler, 1000, 0.6, 0.4),
+    "new steps first": lambda: OnlineFirst(PrioritizedSampler(1000, 0.6, 0.4), every=4),
     "slices": functools.partial(SliceSampler, slice_len=4),
     "prioritized slices": functools.partial(PrioritizedSliceSampler, 1000, 0.6, 0.4, slice_len=4),
 }
@@ -100,12 +102,13 @@ def test_windows_choose_rows_without_waiting(no_copies, name, outside):
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(1000, device="cuda"),
         sampler=SAMPLERS[name](),
-        windows={"observation": Window(-3, 0, outside=outside)},
+        windows={"observation": Window(-3, 0, outside=outside, rows="rows")},
     )
     for _ in range(3):
         buffer.extend(batch(500))
         found = buffer.sample(8)
         assert found["observation"].shape == (8, 4, 17)
+        assert found["rows", "index_generation"].shape == (8, 4)
         if buffer.sampler.has_priorities:
             buffer.update_priority(found["index"], found["priority_weight"])
     assert buffer.sampler.choose(8)[0].shape == (8,)

@@ -15,6 +15,7 @@ from gpubuf.data import (
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
+    RandomShift,
     SamplerWithoutReplacement,
     SliceSampler,
     SliceSamplerWithoutReplacement,
@@ -111,6 +112,27 @@ def test_windows_go_on_where_they_were_cut():
         other.load_state_dict(buffer.state_dict(), end_trajectories=False)
         other.extend(steps(13, 5, 1))
         assert other.sample(3)["number"][:2, 0].tolist()[0] == (11 if room == 10 else 7)
+
+
+def test_other_rows_are_drawn_and_shifted_as_without_new_ones():
+    """By the same random numbers: the launch that draws them leaves those of the shifts to the one that copies."""
+    batches, pixels = [], torch.rand(20, 4, 4)
+    for new in (False, True):
+        rest = RandomSampler()
+        buffer = TensorDictReplayBuffer(
+            storage=LazyTensorStorage(20),
+            sampler=OnlineFirst(rest, 1000) if new else rest,
+            # With a step before it no row is the first one of a window.
+            windows={"number": Window(-1, 0, outside="cross", rows="rows")},
+            process=[RandomShift("pixels", pad=1)],
+        )
+        torch.manual_seed(0)
+        buffer.extend(TensorDict({"pixels": pixels, **steps(0, 20, 1)}, [20]))
+        batches += [buffer.sample(9) for _ in range(2)]
+    assert not torch.equal(batches[0]["pixels"], batches[1]["pixels"])
+    for key in ("index", "pixels", ("rows", "index_generation")):
+        for plain, other in zip(batches[:2], batches[2:], strict=True):
+            assert torch.equal(other[key], plain[key])
 
 
 def test_priorities_are_the_other_samplers_and_new_rows_weigh_one():

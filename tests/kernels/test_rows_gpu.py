@@ -88,6 +88,7 @@ def test_windows(n, envs):
     specs += [Spec(84 * 84, stored=torch.uint8, of=0, outside=rows.ZERO, **of)]
     specs += [Spec(5, rows.LAST, of=1, writes=False, window=65, first=-40, outside=way) for way in range(3)]
     specs += [Spec(1, kind, torch.bool, writes=False, window=200, first=-150) for kind in (rows.PADDED, rows.IS_FIRST)]
+    specs += [Spec(1, kind, torch.int64, writes=False, window=9, first=-4) for kind in (rows.POSITION, rows.GENERATION)]
     here, there = (Store(specs, 600, envs, written=900, device=device) for device in ("cpu", "cuda"))
     for store in (here, there):
         store.ends, store.past = set(range(7, 600, 31)), 9

@@ -38,7 +38,7 @@ def windows(window: int, first: int, step: int = 1) -> tuple[Spec, ...]:
         of: dict[str, Any] = {"window": window, "first": first, "step": step, "outside": outside, "writes": False}
         found += [Spec(3, DRAWN, of=0, **of), Spec(2, LAST, of=0, **of), Spec(2, NEXT, of=0, **of)]
         found += [Spec(1, kind, torch.bool, **of) for kind in (PADDED, IS_FIRST)]
-        found += [Spec(1, POSITION, torch.int64, **of)]
+        found += [Spec(1, kind, torch.int64, **of) for kind in (POSITION, rows.GENERATION)]
         found += [Spec(1, PADDED, torch.uint8, batch=torch.float32, **of)]
         found += [Spec(1, DRAWN, torch.complex64, of=6, **of)]
         found += [Spec(3, LAST, torch.float16, torch.float32, of=5, normalised=outside == ZERO, low=-1.0, **of)]
@@ -140,7 +140,7 @@ def test_every_window_of_small_rings(backend, steps):
     of = [{"window": 2 * steps + 3, "first": -steps - 1, "outside": way, "writes": False} for way in range(3)]
     specs = [Spec(1, stored=torch.int64), *(Spec(1, DRAWN, torch.int64, of=0, **one) for one in of)]
     specs += [Spec(1, kind, torch.bool, **one) for kind in (PADDED, IS_FIRST) for one in of]
-    specs += [Spec(1, POSITION, torch.int64, **one) for one in of]
+    specs += [Spec(1, kind, torch.int64, **one) for kind in (POSITION, rows.GENERATION) for one in of]
     store = Store(specs, steps)
     store.columns[0].parts[0].view(torch.int64)[:, 0] = torch.arange(1, steps + 1)
     for written, pattern in itertools.product(cursors, patterns):
@@ -163,7 +163,7 @@ def test_windows_over_words(backend, steps, reach, envs):
     specs = [Spec(1, stored=torch.int64)]
     specs += [Spec(1, DRAWN, torch.int64, of=0, outside=way, **wide) for way in (REPEAT, ZERO)]
     specs += [Spec(1, kind, torch.bool, **wide) for kind in (PADDED, IS_FIRST)]
-    specs += [Spec(1, POSITION, torch.int64, **wide)]
+    specs += [Spec(1, kind, torch.int64, **wide) for kind in (POSITION, rows.GENERATION)]
     store = Store(specs, steps * envs, envs, written=(steps + steps // 2) * envs)
     store.columns[0].parts[0].view(torch.int64)[:, 0] = torch.arange(store.capacity)
     for seed, ends in enumerate((1, 3, 7)[: 3 if backend == "numba" and steps < 1000 else 1]):
@@ -289,6 +289,15 @@ def test_a_slot_whose_next_observation_is_lost(backend):
     assert store.counters[3] == 0
 
 
+def test_a_draw_of_no_keys_finds_the_same_rows(backend):
+    store = Store([Spec(2), Spec(2, DRAWN, of=0, window=3, first=-2, writes=False)], 8, written=13)
+    store.past = 2
+    index, state = store.sample(philox.new_state(1, "cpu"), 20)[1], philox.new_state(1, "cpu")
+    found = rows.sample(store.table[:0], store.ring, state, 20, 8, 0, *store.reading(1))
+    assert torch.equal(found[1], index)
+    assert state.tolist() == [1, 20, 0]
+
+
 def test_what_a_reading_refuses(backend):
     store = Store([Spec(1), Spec(1, DRAWN, of=0, window=2, writes=False)], 4, written=4)
     for past in (-1, MAX_REACH + 1):
@@ -306,6 +315,7 @@ def check_small() -> None:
         of: dict[str, Any] = {"window": 4, "first": -2, "outside": outside, "writes": False}
         specs += [Spec(3, DRAWN, of=0, **of), Spec(3, NEXT, of=0, **of)]
         specs += [Spec(1, kind, torch.bool, batch=torch.uint8, **of) for kind in (PADDED, IS_FIRST)]
+        specs += [Spec(1, rows.GENERATION, torch.int64, **of)]
     check_gather(filled(specs, 9, 1, (9, 4), 3, "plain"), torch.arange(9), 2)
 
 
@@ -327,6 +337,7 @@ FAULTS = (
     ("a stack across an end", GPU, "outside == CROSS, 0", "outside != CROSS, 0"),
     ("a stack across the oldest row", GPU, "stored - 1 - until, 0", "stored - until, 0"),
     ("a slot past the newest row", GPU, "room = tl.where(ahead, until,", "room = tl.where(ahead, until + 1,"),
+    ("a slot has the generation of the row after it", GPU, "generation_of(place,", "generation_of(place + 1,"),
     ("padding is told a step too late", GPU, "beyond = far > room", "beyond = far > 1 + room"),
     ("padding reads a step too far", GPU, "room = tl.minimum(far, room)", "room = tl.minimum(far, room + 1)"),
     ("the oldest row is said to begin one", GPU, "1 - has_lost, place", "1, place"),

@@ -19,6 +19,9 @@ from gpubuf.data.storage.storage import TensorStorage
 from gpubuf.kernels.rows import SIZE, WRITTEN
 from gpubuf.serialization import need
 
+# Later than any row: the first window begins with the oldest one at the next draw.
+_UNKNOWN = 2**62
+
 
 class OnlineFirst(Sampler):
     """Windows of steps that no batch has had yet, the oldest first; then rows that another sampler draws.
@@ -54,8 +57,8 @@ class OnlineFirst(Sampler):
             raise ValueError(f"OnlineFirst takes a sampler that draws any number of single rows, got {self.rest!r}")
         self.every = every
         self.has_priorities = self.rest.has_priorities  # type: ignore[misc]
-        #: Windows that batches have had, of all environments, and the step that the first one begins with (-1: the
-        #: oldest at the next draw), int64 ``[2]``.
+        #: Windows of all environments, numbered side by side, that batches have had or will not have; and the number of
+        #: the first one's row, or ``_UNKNOWN``. int64 ``[2]``.
         self._served: Tensor | None = None
 
     def __repr__(self) -> str:
@@ -104,48 +107,47 @@ class OnlineFirst(Sampler):
     def choose(self, n: int) -> tuple[Tensor, dict[Any, Tensor]]:
         """Positions int64 ``[n]``, with ``"online"`` and what the other sampler says. No host sync."""
         others, info = self.rest.choose(n)
-        steps, envs = self.storage.shape[0], self.storage.rows.envs
-        served, start = self._served_windows()
-        start.copy_(self._start())
-        begin, available = self._windows()
+        (served, start), written, oldest = self._served_windows(), *self._rows()
+        torch.minimum(start, oldest, out=start)
+        recipe, envs, apart = self.reader.recipe, self.storage.rows.envs, self._apart
+        # Rounded up: the first window that is stored as a whole.
+        begin = (oldest - start + (recipe.past * envs + apart - 1)).div(apart, rounding_mode="floor") * envs
         begin = torch.maximum(served, begin)
         window = begin + torch.arange(n, device=others.device)
-        online = window < available
-        served.copy_(torch.maximum(torch.minimum(begin + n, available), served))
-        first = window.div(envs, rounding_mode="floor") * self.every + start
-        row = first.remainder(steps) * envs + window.remainder(envs)
+        row = (window + start).add_(window.div(envs, rounding_mode="floor"), alpha=apart - envs)
+        online = row < written - recipe.offsets[-1] * envs
+        torch.add(begin, online.sum(), out=served)
         if "priority_weight" in info:
             info = {**info, "priority_weight": torch.where(online, 1.0, info["priority_weight"])}
-        return torch.where(online, row, others), {**info, "online": online}
+        return torch.where(online, row.remainder_(self.storage.max_size), others), {**info, "online": online}
+
+    @property
+    def _apart(self) -> int:
+        """Rows from a window to the next one of its environment."""
+        return self.every * self.storage.rows.envs
 
     def _served_windows(self) -> Tensor:
         if self._served is None:
             at_replays().refuse("the first draw begins to count windows: sample once before")
             self._served = torch.zeros(2, dtype=torch.int64, device=self.storage.device)
-            self._served[1].fill_(-1)
+            self._served[1].fill_(_UNKNOWN)
         at_replays().holds(self, "_served")
         return self._served
 
-    def _steps(self) -> tuple[Tensor, Tensor]:
-        """Steps written and stored, int64 ``[]`` each."""
-        counters, envs = self.storage.ring.counters, self.storage.rows.envs
-        return counters[WRITTEN].div(envs, rounding_mode="floor"), counters[SIZE].div(envs, rounding_mode="floor")
-
-    def _start(self) -> Tensor:
-        """The step that the first window begins with."""
-        (written, stored), start = self._steps(), self._served_windows()[1]
-        return torch.where(start < 0, written - stored, start)
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        """How many rows were written, and before the oldest stored one: int64 ``[]`` each."""
+        counters = self.storage.ring.counters
+        return counters[WRITTEN], counters[WRITTEN] - counters[SIZE]
 
     def _windows(self) -> tuple[Tensor, Tensor]:
-        """The first window that is stored as a whole, and the number after the last one, int64 ``[]`` each.
+        """How many windows were stored as a whole, those of all environments, and rows from the first one's on.
 
-        Windows of all environments are numbered side by side.
+        int64 ``[]`` each.
         """
-        (written, stored), start, recipe = self._steps(), self._start(), self.reader.recipe
-        last = (written - 1 - recipe.offsets[-1] - start).div(self.every, rounding_mode="floor")
-        oldest = written - stored + recipe.past - start
-        begin, envs = -(-oldest).div(self.every, rounding_mode="floor"), self.storage.rows.envs
-        return begin * envs, (last + 1) * envs
+        written, oldest = self._rows()
+        rows, envs = written - torch.minimum(self._served_windows()[1], oldest), self.storage.rows.envs
+        complete = rows - self.reader.recipe.offsets[-1] * envs
+        return -(-complete).div(self._apart, rounding_mode="floor") * envs, rows
 
     def can_sample(self, storage: TensorStorage, batch_size: int) -> bool:
         return self.rest.can_sample(storage, batch_size)
@@ -192,25 +194,23 @@ class OnlineFirst(Sampler):
         super().empty()
         if self._served is not None:
             self._served[0].zero_()
-            self._served[1].fill_(-1)
-
-    def _left_over(self) -> Tensor:
-        """How many windows no batch has had, int64 ``[]``; those that were overwritten count."""
-        return self._windows()[1] - self._served_windows()[0]
+            self._served[1].fill_(_UNKNOWN)
 
     def state_dict(self) -> dict[str, Any]:
         left, after = None, None
         if self._has_rows:
-            left, after = int(self._left_over()), int((self._steps()[0] - self._start()) % self.every)
+            windows, rows = self._windows()
+            left, after = int(windows - self._served_windows()[0]), int(rows % self._apart) // self.storage.rows.envs
         return {"type": type(self).__name__, "rest": self.rest.state_dict(), "left": left, "after": after}
 
     def load_state_dict(self, state: dict[str, Any], order: Tensor | None = None) -> None:
         self.rest.load_state_dict(state["rest"], order)
         if state["left"] is not None:
             served, start = self._served_windows()
-            # Positions, and the count of steps, may be others now: what is left is not, nor how the newest were cut.
-            start.copy_((self._steps()[0] - state.get("after", 0)) % self.every)
-            served.copy_(served + self._left_over() - state["left"])
+            # Positions, and the count of rows, may be others now: what is left is not, nor how the newest were cut.
+            after = state.get("after", 0) * self.storage.rows.envs
+            start.copy_(-(after - self._rows()[0]).remainder(self._apart))
+            served.copy_(self._windows()[0] - state["left"])
 
     def check_state(self, state: dict[str, Any], capacity: int, size: int) -> None:
         own = type(self).__name__

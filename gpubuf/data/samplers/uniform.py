@@ -211,7 +211,7 @@ class RandomSampler(Sampler):
         random = self.random_state(storage.device)
         if self._whole:
             return self._whole.rows(n, random), info
-        return self.reader.draw(random.uniform(n), self.law and self._checked(self.law)), info
+        return self.reader.draw(random.state, n, self.law and self._checked(self.law)), info
 
     def draw(self, n: int) -> Drawn:
         """Choose and gather in one launch. No host sync."""

@@ -26,7 +26,7 @@ from gpubuf.data.storage.tree_layout import layout_of
 from gpubuf.data.storage.windows import Window, as_windows
 from gpubuf.kernels import rows
 from gpubuf.kernels._registry import Backend, in_memory, launches_kernels, past_dispatcher, without_dispatch
-from gpubuf.kernels.rows._cpu import drawn_rows, kept_rows
+from gpubuf.kernels.rows._cpu import kept_rows
 
 NOT_INITIALIZED = "the storage is not initialized: write a batch first"
 _NO_LAYOUT = cast("RowLayout", Missing(NOT_INITIALIZED))
@@ -179,10 +179,14 @@ class RowPlan:
         """From how many rows :meth:`sample_uniform` draws: int64, 0-dim. No host sync."""
         return kept_rows(self._ring.counters, self._capacity, rows.Reading(*self._reading))
 
-    def draw(self, uniforms: Tensor, law: Law | None = None) -> Tensor:
-        """The positions of the rows that :meth:`sample_uniform` draws by uniforms, float64 ``[n]``. No host sync."""
+    def draw(self, rng: Tensor, n: int, law: Law | None = None) -> Tensor:
+        """The positions of the rows that :meth:`sample_uniform` draws. One launch, no host sync."""
+        assert self.table is not None
         reading = self._reading if law is None else law.reading(self._reading, self.device)
-        return drawn_rows(uniforms, self._ring.counters, self._capacity, rows.Reading(*reading))
+        # A batch of no keys: what moves images does not move on, and lost observations count where they are read.
+        how = rows.Reading(*reading)._replace(links=None, noise=None, draws=0)
+        index: Tensor = _sample(self.table[:0], self._ring.counters, rng, n, self._capacity, 0, *how)[1]
+        return index
 
     def sample_uniform(self, rng: Tensor, n: int, law: Law | None = None) -> tuple[list[Tensor], Tensor, Tensor]:
         """``n`` rows drawn with replacement. One launch, no host sync.
@@ -515,7 +519,7 @@ class Recipe:
                 f"their own, {list(layout.nested_batch)}: give the storage so many more, as ndim="
                 f"{1 + len(layout.nested_batch)} in place of 1"
             )
-        told = set(self._told(schema)).union((*key[:-1], "index_generation") for key in self.positions)
+        told = set(self._told(schema))
         stored = {leaf.key for leaf in layout.leaves if leaf.key}.union(layout.host)
         for key in sorted(told):
             for whose, others in (("draws", OF_A_DRAW), ("the rows", stored), ("they", told - {key})):
@@ -589,6 +593,7 @@ class Recipe:
                 (window.mask, rows.PADDED, torch.bool),
                 (window.is_first, rows.IS_FIRST, torch.bool),
                 (window.rows and (*window.rows, "index"), rows.POSITION, torch.int64),
+                (window.rows and (*window.rows, "index_generation"), rows.GENERATION, torch.int64),
             ):
                 if key is not None:
                     field = replace(_told(kind, dtype), **window.options)

@@ -13,6 +13,7 @@ from torch import Tensor
 from gpubuf.kernels.rows import (
     CROSS,
     DRAWN,
+    GENERATION,
     IN_SUCCESSOR,
     IS_FIRST,
     LOST,
@@ -252,6 +253,8 @@ class Ring(StoredOnce):
             return torch.tensor([left != 0]).to(key.batch)
         if kind == POSITION:
             return torch.tensor([-1 if left else row]).to(key.batch)
+        if kind == GENERATION:
+            return torch.tensor([-1 if left else self.generation(row)]).to(key.batch)
         if kind == IS_FIRST:
             return torch.tensor([self.is_first(row)]).to(key.batch)
         if kind == NEXT and left < 0:
