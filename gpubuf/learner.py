@@ -148,7 +148,7 @@ class Learner:
             losses, step = self._gradients(batch, policy), None
         moving = policy or not getattr(self.loss, "delayed_targets", False)
         if isinstance(self.optimizer, AdamW):
-            self.optimizer.step(targets=moving, fused=step)
+            self.optimizer.step(targets=moving, **({} if step is None else {"fused": step}))
         else:
             self.optimizer.step()
         if self.target is not None and moving:
@@ -163,6 +163,8 @@ class Learner:
 
     def _gradients(self, batch: TensorDictBase, policy: bool) -> dict[str, Tensor]:
         """Set the gradients by autograd; the losses."""
+        # Of an autocast around several updates it would have the weights of the first.
+        torch.clear_autocast_cache()
         found = self.loss(batch) if policy else self.loss.critic_losses(batch)
         losses = {name: value for name, value in found.items() if value.ndim == 0 or name.startswith("loss")}
         parts = [value for name, value in losses.items() if name.startswith("loss_")]
