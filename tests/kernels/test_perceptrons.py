@@ -68,7 +68,7 @@ def test_an_update_is_that_of_autograd(backend, name):
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.gate] * (n in GATE)) for n in PROBLEMS])
 def test_a_step_is_the_optimisers_by_the_same_gradients(backend, name):
-    """Two of them: parameters, moments, steps and targets."""
+    """Two of them: parameters of two groups, moments, steps and targets."""
     given = Problem(**PROBLEMS[name])
     found = run(given)
     inputs, grads, weights, biases, shapes = found["products"]
@@ -81,7 +81,8 @@ def test_a_step_is_the_optimisers_by_the_same_gradients(backend, name):
     for fused in (False, True):
         params = [torch.nn.Parameter(each.clone()) for each in learning]
         targets = [each.detach() + 1 for each in params]
-        optimizer = AdamW(params, 1e-2, weight_decay=0.1, targets=zip(targets, params, strict=True), tau=0.1)
+        groups = [{"params": params[::2], "lr": 1e-2}, {"params": params[1::2], "weight_decay": 0.1}]
+        optimizer = AdamW(groups, 1e-3, targets=zip(targets, params, strict=True), tau=0.1)
         places = optimizer.places_of(params)
         assert places is not None
         last = [places[each] for each in order] + places[len(gradients) - (slope is not None) :]
