@@ -148,7 +148,8 @@ class Learner:
             losses, step = self._gradients(batch, policy), None
         moving = policy or not getattr(self.loss, "delayed_targets", False)
         if isinstance(self.optimizer, AdamW):
-            self.optimizer.step(targets=moving, **({} if step is None else {"fused": step}))
+            more: dict[str, Any] = {} if step is None else {"fused": step}
+            self.optimizer.step(targets=moving, **more)
         else:
             self.optimizer.step()
         if self.target is not None and moving:
