@@ -6,7 +6,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any, Protocol, cast
@@ -17,7 +17,7 @@ from tensordict.nn import TensorDictParams
 from torch import Tensor, nn
 
 from gpubuf import graphs
-from gpubuf.data.recording import is_same
+from gpubuf.data.recording import current, is_same
 from gpubuf.data.storage.layout import priority_mask_key
 from gpubuf.data.transforms import Compose
 from gpubuf.modules.linear import _hooks_of_all
@@ -143,24 +143,41 @@ class Learner:
             losses = explicit.prepare(batch, policy)
             if not self.loss.nan_named:
                 self.loss._look_for_nan(batch, losses)
-            step = explicit.step_of(self.optimizer)
         else:
-            losses, step = self._gradients(batch, policy), None
+            explicit, losses = None, self._gradients(batch, policy)
         moving = policy or not getattr(self.loss, "delayed_targets", False)
-        if isinstance(self.optimizer, AdamW):
-            more: dict[str, Any] = {} if step is None else {"fused": step}
-            self.optimizer.step(targets=moving, **more)
-        else:
-            self.optimizer.step()
-        if self.target is not None and moving:
-            self.target.step()
-        if self.buffer is not None:
-            self.buffer.update_tensordict_priority(batch)
+        with self._giving_priorities(batch):
+            step = None if explicit is None else explicit.step_of(self.optimizer)
+            if isinstance(self.optimizer, AdamW):
+                more: dict[str, Any] = {} if step is None else {"fused": step}
+                self.optimizer.step(targets=moving, **more)
+            else:
+                self.optimizer.step()
+            if self.target is not None and moving:
+                self.target.step()
         keys = getattr(self.loss, "tensor_keys", None)
         priority = getattr(keys, "priority", "td_error")
         written = {key: batch.get(key, None) for key in (priority, priority_mask_key(priority))}
         scalars = TensorDict(dict(losses), batch_size=[])
         return scalars, {key: value for key, value in written.items() if value is not None}
+
+    @contextlib.contextmanager
+    def _giving_priorities(self, batch: TensorDictBase) -> Iterator[None]:
+        """Give the batch's priorities back, in a graph by a branch of it: what comes within goes on meanwhile."""
+        if self.buffer is None:
+            yield
+        elif current.recording is None:
+            yield
+            self.buffer.update_tensordict_priority(batch)
+        else:
+            main, side = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                self.buffer.update_tensordict_priority(batch)
+            try:
+                yield
+            finally:
+                main.wait_stream(side)
 
     def _gradients(self, batch: TensorDictBase, policy: bool) -> dict[str, Tensor]:
         """Set the gradients by autograd; the losses."""

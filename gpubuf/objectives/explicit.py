@@ -295,10 +295,18 @@ class Perceptrons:
 # --- what is known ----------------------------------------------------------------------------------------------------
 
 
-def _perceptron(parts: Iterable[nn.Module], kinds: tuple[type, ...]) -> list[nn.Module]:
-    """The linear layers among ``parts``, which have a ReLU between each two, and nothing else."""
+def _activation(parts: Iterable[nn.Module], known: Sequence[type]) -> type:
+    """The only kind of activation among ``parts``, which is one of those known; the first of these if there is none."""
+    found = {type(part) for part in parts} & {nn.ReLU, nn.SiLU}
+    if len(found) > 1 or not found <= {*known}:
+        raise UnknownError("other activations")
+    return found.pop() if found else known[0]
+
+
+def _perceptron(parts: Iterable[nn.Module], kinds: tuple[type, ...], activation: type) -> list[nn.Module]:
+    """The linear layers among ``parts``, which have an activation between each two, and nothing else."""
     found = list(parts)
-    if len(found) % 2 == 0 or any(type(p) not in ((nn.ReLU,) if i % 2 else kinds) for i, p in enumerate(found)):
+    if len(found) % 2 == 0 or any(type(p) not in ((activation,) if i % 2 else kinds) for i, p in enumerate(found)):
         raise UnknownError(f"a network of {', '.join(type(part).__name__ for part in found)}")
     return found[::2]
 
@@ -313,27 +321,27 @@ def _places(linear: Sequence[nn.Module], tensors: Sequence[Tensor]) -> list[tupl
         raise UnknownError("a parameter that was replaced") from None
 
 
-def _actor(loss: Any, core: nn.Module, memory: Memory) -> tuple[Perceptrons, Perceptrons]:
+def _actor(loss: Any, core: nn.Module, activation: type, memory: Memory) -> tuple[Perceptrons, Perceptrons]:
     """The actor that learns, and the one that acts in the next states."""
     own, network = loss._actor, loss.actor_network
     if type(core) is not MLP or own.online.module is not network:
         raise UnknownError(f"an actor of {type(core).__name__}")
-    places = _places(_perceptron(core, PLAIN_LINEAR), own._tensors)
+    places = _places(_perceptron(core, PLAIN_LINEAR, activation), own._tensors)
     # Critics run between the actor's forward and its backward.
     mine = Perceptrons(places, own._tensors, False, True, Memory(own._tensors[0]))
     targets = own._target_tensors
     return mine, mine if targets is None else Perceptrons(places, targets, False, True, memory)
 
 
-def _critics(loss: Any, memory: Memory) -> tuple[Perceptrons, Perceptrons]:
+def _critics(loss: Any, activation: type, memory: Memory) -> tuple[Perceptrons, Perceptrons]:
     """The critics that learn, and those of the targets."""
     own = loss._critics
     if type(own) is BatchedCritics and own._is_mlp and own._online.module is own.network:
-        places = _places(_perceptron(own.network.module.layers, (EnsembleLinear,)), own._tensors)
+        places = _places(_perceptron(own.network.module.layers, (EnsembleLinear,), activation), own._tensors)
         turned = False
     elif type(own) is StackedCritics and own._layers is not None and not own._shared:
         places, turned = cast("list[tuple[int, int | None]]", own._layers[::2]), True
-        if len(own._layers) % 2 == 0 or any(type(each) is not nn.ReLU for each in own._layers[1::2]):
+        if len(own._layers) % 2 == 0 or any(type(each) is not activation for each in own._layers[1::2]):
             raise UnknownError("critics with other activations")
     else:
         raise UnknownError(f"critics of {type(own.network).__name__}")
@@ -365,6 +373,8 @@ class Update(abc.ABC):
     """
 
     loss: Any
+    #: Between layers: one of them everywhere.
+    activations: tuple[type, ...] = (nn.ReLU,)
 
     def __init__(self, loss: LossModule, parameters: Iterable[Tensor]) -> None:
         self.loss = loss
@@ -375,8 +385,10 @@ class Update(abc.ABC):
         if getattr(loss, "joint_batch", False) or loss.reduction == "none":
             raise UnknownError("a joint batch, or losses of rows")
         memory = Memory(next(loss.actor_network_params.parameters()).detach())
-        self.critics, self.target_critics = _critics(loss, memory)
-        self.actor, self.target_actor = _actor(loss, self._core(loss.actor_network), memory)
+        activation = _activation(_modules(loss), self.activations)
+        self.critics, self.target_critics = _critics(loss, activation, memory)
+        self.actor, self.target_actor = _actor(loss, self._core(loss.actor_network), activation, memory)
+        self.activation = activation
         learning = [each for each in loss.parameters() if each.requires_grad]
         owned = {id(each) for net in (self.actor, self.critics) for each, _ in net.gradients}
         if {id(each) for each in learning} - {id(getattr(loss, "log_alpha", None))} != owned:

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpubuf.data.recording import at_replays
 from gpubuf.kernels import perceptrons
 from gpubuf.kernels._operations import dense
-from gpubuf.kernels.norms import RELU
+from gpubuf.kernels.norms import RELU, SILU
 from gpubuf.objectives.base import LossModule
 from gpubuf.objectives.batch import next_state
 from gpubuf.objectives.explicit import Perceptrons, SACUpdate, UnknownError, Update
@@ -93,11 +93,14 @@ def products_of(
 class FusedSACUpdate(SACUpdate):
     """Soft actor-critic: :class:`~gpubuf.objectives.SACLoss` of a tanh-normal policy, whole networks in one launch.
 
-    Actor and critics are float32 perceptrons with at least one hidden layer, biases everywhere and nothing frozen. The
+    Actor and critics are float32 perceptrons with at least one hidden layer, all with ReLU or all with SiLU, biases
+    everywhere and nothing frozen. The
     actor reads one entry, and critics that entry and the action. Targets are those of one step. Precision is that of
     PyTorch's products: TF32 where ``torch.set_float32_matmul_precision`` allows it, bfloat16 under ``torch.autocast``,
-    else TF32 in three parts, which is nearly float32.
+    else float32, which some GPUs make of three products of TF32.
     """
+
+    activations = (nn.ReLU, nn.SiLU)
 
     def __init__(self, loss: LossModule, parameters: Iterable[Tensor]) -> None:
         super().__init__(loss, parameters)
@@ -118,6 +121,8 @@ class FusedSACUpdate(SACUpdate):
             raise UnknownError("networks without hidden layers")
         if type(loss._value_estimator) is not TD0Estimator or self.loss.log_alpha.dtype is not self.dtype:
             raise UnknownError("targets over several steps, or a temperature of another dtype")
+        self._act = SILU if self.activation is nn.SiLU else RELU
+        self._float32 = perceptrons.float32_on(self.device)
         self._memory: dict[int, tuple[Scratch, Products, Products]] = {}
 
     def fits(self, batch: TensorDictBase) -> bool:
@@ -135,7 +140,7 @@ class FusedSACUpdate(SACUpdate):
         kind = self.device.type
         if torch.is_autocast_enabled(kind):
             return perceptrons.BF16 if torch.get_autocast_dtype(kind) is torch.bfloat16 else None
-        return perceptrons.TF32 if allows_tf32() else perceptrons.TF32X3
+        return perceptrons.TF32 if allows_tf32() else self._float32
 
     def _prepared(self, n: int) -> tuple[Scratch, Products, Products]:
         """(memory for n rows; the products of weights of the critics; those of the actor too)."""
@@ -185,12 +190,12 @@ class FusedSACUpdate(SACUpdate):
         reward, terminated, steps = returns
         noise = torch.randn_like(memory.drawn[: n * (1 + policy)])
         error, scalars = state.new_empty(n), state.new_empty(len(perceptrons.SCALARS))
-        head = RELU, self._gaussian.shift, self._gaussian.scale_lb
+        head = self._act, self._gaussian.shift, self._gaussian.scale_lb
         perceptrons.sac_act(
             after, state, noise, low, high, self.target_actor.tensors, self.actor.tensors, *head, *limits, policy,
             precision, memory.of_actor, memory.head, memory.drawn, memory.log_prob,
         )  # fmt: skip
-        networks = self._first_columns, RELU, self.critics.turned
+        networks = self._first_columns, self._act, self.critics.turned
         critics = self.critics.tensors
         perceptrons.sac_values(
             after, state, action, memory.drawn, self.target_critics.tensors, critics, *networks, policy, precision,
@@ -203,12 +208,12 @@ class FusedSACUpdate(SACUpdate):
             memory.critics_deltas, memory.grad_q, memory.grad_action, error, scalars,
         )  # fmt: skip
         products, inputs = of_critics, [state, action]
+        of_policy = functools.partial(
+            perceptrons.sac_action_gradients, memory.grad_action, log_alpha, weight, noise, low, high, memory.head,
+            self.actor.tensors, memory.of_actor, self._act, self._code[1], self._gaussian.scale_lb, *limits, precision,
+            memory.actor_deltas, memory.grad_head,
+        )  # fmt: skip
         if policy:
-            perceptrons.sac_action_gradients(
-                memory.grad_action, log_alpha, weight, noise, low, high, memory.head, self.actor.tensors,
-                memory.of_actor, RELU, self._code[1], self._gaussian.scale_lb, *limits, precision,
-                memory.actor_deltas, memory.grad_head,
-            )  # fmt: skip
             inputs = [state, action, *of_critics.inputs, state]
             products = of_critics + of_actor
         products = products._replace(inputs=[*inputs, *(of_actor if policy else of_critics).inputs])
@@ -217,19 +222,23 @@ class FusedSACUpdate(SACUpdate):
         if not policy:
             found = {name: found[name] for name in ("loss_qvalue", "alpha")}
         learns = policy and loss.log_alpha.requires_grad
-        self._pending = state, products, slope if learns else None, policy, precision
+        # What follows does not wait for priorities, nor they for it.
+        self._pending = state, products, slope if learns else None, of_policy if policy else None, precision
         loss._set_priority(batch, batch, error)
         return found
 
     def step_of(self, optimizer: Any) -> Fused | None:
-        state, products, slope, policy, precision = self._pending
+        state, products, slope, of_policy, precision = self._pending
         del self._pending
-        nets = [self.critics, self.actor] if policy else [self.critics]
+        nets = [self.critics]
+        if of_policy is not None:
+            of_policy()
+            nets.append(self.actor)
         numbers = [] if slope is None else [self.loss.log_alpha]
         own = [parameter for net in nets for parameter, _ in net.gradients]
         places = optimizer.places_of([*own, *numbers]) if isinstance(optimizer, AdamW) else None
         if places is None:
-            perceptrons.weight_gradients(state, *products, RELU, precision)
+            perceptrons.weight_gradients(state, *products, self._act, precision)
             for net in nets:
                 net.set_gradients()
             for number in numbers:
@@ -239,7 +248,7 @@ class FusedSACUpdate(SACUpdate):
             parameter.grad = None
         of_own = dict(zip(map(id, [gradient for net in nets for _, gradient in net.gradients]), places, strict=False))
         layers = [of_own[id(each)] for pair in zip(products.weights, products.biases, strict=True) for each in pair]
-        given = (*products[:2], slope, products.shapes, [*layers, *places[len(own) :]], RELU, precision)
+        given = (*products[:2], slope, products.shapes, [*layers, *places[len(own) :]], self._act, precision)
 
         def step(table: Tensor, hyper: Tensor, averages: bool, *state_of: Any) -> None:
             perceptrons.step(table, state, *given, hyper, averages, *state_of)

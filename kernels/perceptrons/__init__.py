@@ -30,13 +30,25 @@ Tensor Core Programmability, Performance & Precision", arXiv 1803.04014 (product
 
 from __future__ import annotations
 
+import torch
+
 from gpubuf.kernels._registry import define
 
 IEEE, TF32X3, TF32, BF16 = range(4)
 """Values of ``precision``."""
 
+IN_PARTS = ((8, 0), (9, 0), (10, 0))
+"""Compute capabilities of the GPUs on which three products of TF32 take less time than one of float32."""
+
 WEIGHT_TILE = (32, 64)
 """Inputs and outputs of a weight whose gradients are one program's."""
+
+
+def float32_on(device: torch.device) -> int:
+    """The precision by which a device multiplies float32 fastest: :data:`IEEE` or :data:`TF32X3`."""
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return IEEE
+    return TF32X3 if torch.cuda.get_device_capability(device) in IN_PARTS else IEEE
 
 
 def tiles_of(n: int, precision: int) -> tuple[int, int, int, int]:

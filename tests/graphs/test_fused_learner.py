@@ -44,6 +44,21 @@ def test_changes_take_effect(change, machine: RecordedCuda):
     assert captures(machine) == (2 if change in CONSTANT else 4)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_priorities_are_given_back_beside_the_step(late, machine: RecordedCuda):
+    """In a branch of the graph, which may run before or after all that learns: both are what eager updates are."""
+    machine.late = late
+    due, world = world_of(capture=False), world_of()
+    for each in (due, world):
+        torch.manual_seed(0)
+        each.run(8)
+    side = machine.log.index("side waits for side", machine.log.index("capture on side"))
+    assert "side waits for side" in machine.log[side + 1 :]
+    found, expected = world.state(), due.state()
+    assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert world.learner.captured
+
+
 def test_the_optimiser_keeps_the_state_that_the_general_update_leaves(machine: RecordedCuda):
     """The same tensors of the same names, and numbers equal up to rounding."""
     worlds = [world_of(general=general, capture=False) for general in (False, True)]

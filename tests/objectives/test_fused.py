@@ -106,6 +106,10 @@ def discounted() -> SACLoss:
 
 KNOWN = {
     "plain": sac,
+    "SiLU": lambda: sac(
+        actor=make_sac_actor(OBSERVATION, ACTION, (8, 8), activation=nn.SiLU),
+        critic=make_sac_critic(OBSERVATION, ACTION, (8, 8), activation=nn.SiLU),
+    ),
     "squares": lambda: sac(loss_function="l2"),
     "absolute": lambda: sac(loss_function="l1"),
     "sums": lambda: sac(reduction="sum"),
@@ -193,7 +197,7 @@ UNKNOWN = {
     "bounds that are options of a distribution": bounds_of_a_distribution,
     "float64": lambda: sac().double(),
     "bfloat16": lambda: sac().bfloat16(),
-    "SiLU": lambda: sac(critic=make_sac_critic(OBSERVATION, ACTION, (8,), activation=nn.SiLU)),
+    "two activations": lambda: sac(critic=make_sac_critic(OBSERVATION, ACTION, (8,), activation=nn.SiLU)),
     "norms": lambda: sac(critic=make_sac_critic(OBSERVATION, ACTION, (8,), norm="layer")),
     "no hidden layer": lambda: sac(()),
     "no bias": no_bias,
@@ -272,7 +276,7 @@ def precisions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_precision_is_that_of_pytorch(monkeypatch, settings):
-    """TF32 where PyTorch's products may be, bfloat16 under autocast; else three products of TF32."""
+    """TF32 where PyTorch's products may be, bfloat16 under autocast; else float32."""
     update, found = fused(sac()), precisions(monkeypatch)
     update(rows())
     torch.set_float32_matmul_precision("high")
@@ -284,7 +288,7 @@ def test_precision_is_that_of_pytorch(monkeypatch, settings):
     torch.set_float32_matmul_precision("highest")
     assert not allows_tf32()
     update(rows())
-    assert found == [perceptrons.TF32X3, perceptrons.TF32, perceptrons.BF16, perceptrons.TF32X3]
+    assert found == [perceptrons.IEEE, perceptrons.TF32, perceptrons.BF16, perceptrons.IEEE]
 
 
 def test_autocast_to_float16_goes_the_general_way():
@@ -375,3 +379,15 @@ def test_a_policy_learns_as_by_autograd():
         assert values[-1] < values[0] / 2
         last.append(float(values[-1]))
     assert last[0] == pytest.approx(last[1], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("capability", "due"), [((8, 0), "TF32X3"), ((8, 9), "IEEE"), ((9, 0), "TF32X3"), ((12, 0), "IEEE")]
+)
+def test_float32_is_multiplied_in_parts_where_that_takes_less_time(capability, due, monkeypatch: pytest.MonkeyPatch):
+    """GPUs for graphics have as many operations of float32 a second as of TF32."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert perceptrons.float32_on(torch.device("cuda", 0)) == getattr(perceptrons, due)
+    assert perceptrons.float32_on(torch.device("cpu")) == perceptrons.IEEE

@@ -63,8 +63,11 @@ def ordered(entries: Iterable[Call | Wait], main: Any, late: bool) -> list[Call]
                 waiting.setdefault(entry.stream, []).append((begun[entry.stream], 1, entry))
         elif entry.stream is main:
             found += [(number if late else early, 1, call) for early, _, call in waiting.pop(entry.other, [])]
-        else:
+        elif entry.other is main:
             begun[entry.stream] = number
+        else:
+            # Whoever waits for this stream waits for the other one, too.
+            waiting[entry.stream] = waiting.pop(entry.other, []) + waiting.get(entry.stream, [])
     if waiting:
         raise RuntimeError("capturing stream has unjoined work")
     return [call for _, _, call in sorted(found, key=lambda each: each[:2])]
