@@ -149,7 +149,8 @@ class Learner:
         with self._giving_priorities(batch):
             step = None if explicit is None else explicit.step_of(self.optimizer)
             if isinstance(self.optimizer, AdamW):
-                self.optimizer.step(targets=moving, fused=step)
+                more: dict[str, Any] = {} if step is None else {"fused": step}
+                self.optimizer.step(targets=moving, **more)
             else:
                 self.optimizer.step()
             if self.target is not None and moving:
@@ -180,6 +181,8 @@ class Learner:
 
     def _gradients(self, batch: TensorDictBase, policy: bool) -> dict[str, Tensor]:
         """Set the gradients by autograd; the losses."""
+        # Of an autocast around several updates it would have the weights of the first.
+        torch.clear_autocast_cache()
         found = self.loss(batch) if policy else self.loss.critic_losses(batch)
         losses = {name: value for name, value in found.items() if value.ndim == 0 or name.startswith("loss")}
         parts = [value for name, value in losses.items() if name.startswith("loss_")]

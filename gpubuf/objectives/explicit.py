@@ -560,7 +560,7 @@ class SACUpdate(Update):
         options: Any = head.distribution_kwargs or {}
         if isinstance(head, TanhNormalHead):
             self._bounds: Any = (head.low, head.high, -1.0, 1.0)
-        elif set(options) <= {"low", "high"}:
+        elif set(options) <= {"low", "high"} and not any(isinstance(each, Tensor) for each in options.values()):
             self._bounds = (None, None, options.get("low", -1.0), options.get("high", 1.0))
         else:
             raise UnknownError("a policy of another distribution")

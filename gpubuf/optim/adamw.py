@@ -484,14 +484,19 @@ class AdamW(torch.optim.Optimizer):
     def places_of(self, params: Iterable[Tensor]) -> list[int] | None:
         """The entries of ``params`` in the table of a step that another kernel can make: :data:`gpubuf.kernels.optim`.
 
-        None where it can't: a step is more than one launch, clips, normalises rows or copies, or somebody watches it.
+        None where it can't: a step is more than one launch, clips, normalises rows or copies, moves targets of other
+        entries, or somebody watches or overrides it.
         """
         buckets = self._ready()
-        watched = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _global_optimizer_pre_hooks
-        if len(buckets) > 1 or self.max_grad_norm is not None or self._copied[0] or watched:
+        watching = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks
+        watched = any((*watching, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+        own = type(self).step is AdamW.step and not watched
+        if not own or len(buckets) > 1 or self.max_grad_norm is not None or self._copied[0]:
             return None
-        known = buckets[0].known
-        return [known[id(param)] for param in params] if buckets[0].fusible else None
+        (bucket,) = buckets
+        places = [bucket.known[id(param)] for param in params]
+        moves = any(moving and i not in places for i, moving in enumerate(bucket.moving(None, True)))
+        return None if moves or not bucket.fusible else places
 
     def _update(self, chosen: frozenset[int] | None, targets: bool, fused: Fused | None) -> None:
         buckets = self._ready()

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gpubuf.data.recording import Recording
 from gpubuf.objectives.fused import FusedSACUpdate
+from gpubuf.optim import AdamW
 from tests.support.counted_launches import counted_launches
 from tests.support.graph_recorder import RecordedCuda
 from tests.support.interpreter import triton_on_cpu
-from tests.support.learners import CHANGES, CONSTANT, World, changed, transitions
+from tests.support.learners import CHANGES, CONSTANT, World, changed, sac_loss, transitions
 
 F32 = torch.float32
 
@@ -186,3 +188,85 @@ def test_a_step_in_the_launch_of_the_gradients_is_that_of_the_optimiser(through_
     assert found.keys() == due.keys()
     for name in due:
         torch.testing.assert_close(found[name], due[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def of_fixed_pairs(**options: Any) -> World:
+    """The optimiser moves a target whose source is no parameter."""
+    world = world_of(**options)
+    learning = world.optimizer.param_groups[0]["params"]
+    world.far, source = torch.zeros(5), torch.ones(5)
+    world.learner.optimizer = AdamW(learning, 1e-2, targets=[*world.loss.target_pairs(), (world.far, source)], tau=0.1)
+    return world
+
+
+def of_a_delayed_actor(**options: Any) -> World:
+    torch.manual_seed(0)
+    world = world_of(loss=sac_loss(delay_actor=True).to(F32), **options)
+    with torch.no_grad():
+        world.far = first_target(world.loss).add_(1)
+    return world
+
+
+def first_target(loss: Any) -> torch.Tensor:
+    """The actor's."""
+    return next(each for name, each in loss.named_buffers() if name.startswith("target_actor_network_params"))
+
+
+@pytest.mark.parametrize("make", [of_fixed_pairs, of_a_delayed_actor])
+def test_targets_of_entries_without_gradients_move(make, machine: RecordedCuda):
+    """That of the policy while the critics alone learn, and of what is no parameter: as the optimiser's own step."""
+    found = []
+    for general in (False, True):
+        world = make(general=general, capture=False)
+        before = world.far.clone()
+        for _ in range(3):
+            world.learner(policy=False)
+        assert not torch.equal(world.far, before)
+        found.append(world.far.clone())
+    torch.testing.assert_close(*found)
+
+
+class Halved(AdamW):
+    """A step of the user's own, which reads gradients."""
+
+    def step(self, closure: Any = None, *, groups: Any = None, targets: bool = True) -> Any:
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.grad.mul_(0.5)
+        return super().step(closure, groups=groups, targets=targets)
+
+
+def test_an_optimiser_with_a_step_of_its_own_gets_gradients(machine: RecordedCuda):
+    world = world_of(capture=False)
+    world.learner.optimizer = Halved(world.optimizer.param_groups[0]["params"], 1e-2, targets=world.loss, tau=0.1)
+    world.run(1)
+    assert isinstance(world.learner._explicit, FusedSACUpdate)
+    assert all(each.grad is not None for each in world.loss.parameters() if each.requires_grad)
+
+
+def test_a_hook_of_all_optimisers_gets_gradients(machine: RecordedCuda):
+    world, found = world_of(capture=False), []
+    stored = lambda optimizer, *_: found.extend(each.grad is not None for each in optimizer.param_groups[0]["params"])  # noqa: E731
+    handle = register_optimizer_step_post_hook(stored)
+    try:
+        world.run(1)
+    finally:
+        handle.remove()
+    assert found
+    assert all(found)
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_an_autocast_around_several_updates_is_one_around_each(capture, machine: RecordedCuda):
+    """PyTorch keeps its casts of weights as long: they would be those before the first step."""
+    states = []
+    for around in (1, 8):
+        world = world_of(capture=capture)
+        torch.manual_seed(2)
+        for _ in range(8 // around):
+            with torch.autocast("cpu", torch.bfloat16):
+                world.run(around)
+        states.append(world.state())
+    due, found = states
+    assert not [name for name in due if not torch.equal(found[name], due[name])]

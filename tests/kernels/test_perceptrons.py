@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpubuf.kernels import perceptrons
 from gpubuf.kernels.norms import RELU, SILU
 from gpubuf.kernels.perceptrons import BF16
 from gpubuf.kernels.td import L1, L2
+from gpubuf.optim import AdamW
 from tests.kernels.reference import perceptrons as reference
 from tests.support.interpreter import triton_on_cpu
 from tests.support.perceptrons_setup import Problem, run
@@ -62,6 +64,41 @@ GATE = ("turned, SiLU", "critics alone", "three nets")
 def test_an_update_is_that_of_autograd(backend, name):
     given = Problem(**PROBLEMS[name])
     assert_same(run(given), reference.update(given))
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.gate] * (n in GATE)) for n in PROBLEMS])
+def test_a_step_is_the_optimisers_by_the_same_gradients(backend, name):
+    """Two of them: parameters of two groups, moments, steps and targets."""
+    given = Problem(**PROBLEMS[name])
+    found = run(given)
+    inputs, grads, weights, biases, shapes = found["products"]
+    slope = found["slope"].reshape(()) if given.policy else None
+    gradients = [*found["of_critics"], *found.get("of_actor", ()), *([] if slope is None else [slope])]
+    learning = [*given.critics, *(given.actor if given.policy else ()), *([] if slope is None else [given.log_alpha])]
+    place = {id(each): i for i, each in enumerate(gradients)}
+    order = [place[id(each)] for pair in zip(weights, biases, strict=True) for each in pair]
+    states = []
+    for fused in (False, True):
+        params = [torch.nn.Parameter(each.clone()) for each in learning]
+        targets = [each.detach() + 1 for each in params]
+        groups = [{"params": params[::2], "lr": 1e-2}, {"params": params[1::2], "weight_decay": 0.1}]
+        optimizer = AdamW(groups, 1e-3, targets=zip(targets, params, strict=True), tau=0.1)
+        places = optimizer.places_of(params)
+        assert places is not None
+        last = [places[each] for each in order] + places[len(gradients) - (slope is not None) :]
+        products = (inputs, grads, slope, shapes, last, given.activation, given.precision)
+
+        def step(table: Tensor, hyper: Tensor, averages: bool, *state: Any, products: Any = products) -> None:
+            perceptrons.step(table, given.state, *products, hyper, averages, *state)
+
+        for averages in (True, False):
+            if not fused:
+                for param, gradient in zip(params, gradients, strict=True):
+                    param.grad = gradient.clone()
+            optimizer.step(targets=averages, fused=step if fused else None)
+        moments = [value for each in optimizer.state.values() for value in each.values()]
+        states.append([*(each.detach() for each in params), *targets, *moments])
+    torch.testing.assert_close(states[1], states[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("where", ["state", "next_state", "action", "reward", "weight", "actor", "critics"])

@@ -186,7 +186,15 @@ def with_a_value_network() -> SACLoss:
     return sac(value_network=TensorDictModule(MLP(OBSERVATION, 1, (8,)), ["observation"], ["state_value"]))
 
 
+def bounds_of_a_distribution() -> SACLoss:
+    loss = sac()
+    bounds = {"low": torch.tensor([-2.0, -1.0]), "high": torch.tensor([0.5, 3.0])}
+    loss.actor_network.module[1].distribution_kwargs = bounds
+    return loss
+
+
 UNKNOWN = {
+    "bounds that are options of a distribution": bounds_of_a_distribution,
     "float64": lambda: sac().double(),
     "bfloat16": lambda: sac().bfloat16(),
     "two activations": lambda: sac(critic=make_sac_critic(OBSERVATION, ACTION, (8,), activation=nn.SiLU)),

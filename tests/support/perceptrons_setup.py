@@ -71,7 +71,10 @@ class Problem:
 
 
 def run(given: Problem) -> dict[str, Any]:
-    """The five operations on new memory, which is NaN before: what they compute, by name."""
+    """The five operations on new memory, which is NaN before: what they compute, by name.
+
+    ``"products"`` are the arguments of the last one: inputs, grads, weights, biases, shapes.
+    """
     n, size, nets, policy, hidden = given.n, given.size, given.nets, given.policy, given.hidden
     activation, turned, precision = given.activation, given.turned, given.precision
     weight = given.weight
@@ -133,7 +136,7 @@ def run(given: Problem) -> dict[str, Any]:
             "loss_alpha": scalars[4], "slope": scalars[0],
         }  # fmt: skip
     perceptrons.weight_gradients(given.state, *products, activation, precision)
-    return found | {"of_critics": of_critics}
+    return found | {"of_critics": of_critics, "products": tuple(products)}
 
 
 def _products(

@@ -25,6 +25,7 @@ from tests.gates.ttir.declared import declarations, unexplained
 from tests.gates.ttir.launch import Executor
 from tests.gates.ttir.machine import MemoryFaultError
 from tests.gates.ttir.report import Report
+from tests.support import perceptrons_setup
 from tests.support.interpreter import triton_on_cpu
 from tests.support.optim_setup import Form, Step
 from tests.support.planting import planted
@@ -103,6 +104,10 @@ def optimiser_step() -> None:
     step.run(step.gradients())
 
 
+def networks_updated() -> None:
+    perceptrons_setup.run(perceptrons_setup.Problem(hidden=(20, 12)))
+
+
 SCENARIOS = {
     "philox": (philox_draws,),
     "rows": (rows_written, rows_read, observations_shared),
@@ -111,6 +116,7 @@ SCENARIOS = {
     "td": (loss_computed,),
     "moments": (statistics_of_parts,),
     "optim": (optimiser_step,),
+    "perceptrons": (networks_updated,),
 }
 
 
