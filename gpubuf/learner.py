@@ -301,6 +301,7 @@ class Watch:
         places += [transforms.steps._modules] if isinstance(transforms, Compose) else []
         self._learning = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         places += [each for tensor in self._learning for each in _hooks(tensor) if each]
+        places += [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
         # Most are empty, and have to stay so.
         self._places, self._empty = [each for each in places if each], [each for each in places if not each]
         self._empty += cast("Any", _hooks_of_all)

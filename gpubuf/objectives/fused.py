@@ -68,25 +68,25 @@ class Scratch(NamedTuple):
 
 
 def products_of(
-    net: Perceptrons, turned: bool, first: list[tuple[int, int]], hidden: list[Tensor], grads: list[Tensor]
+    net: Perceptrons, inputs: list[tuple[Tensor, int]], hidden: list[Tensor], grads: list[Tensor]
 ) -> Products:
-    """The gradients of all layers but the inputs of the first one, which each call has anew.
+    """The gradients of all layers.
 
     Args:
         net: whose gradients they are.
-        first: first column and width of each part of its input.
+        inputs: the parts of its input ``[n, width]``, and the first column of each.
         hidden: sums of its hidden layers ``[N, n, width]``.
         grads: by the sums of all layers.
     """
     count, found = len(net.nets), Products([], [], [], [], [])
     for i, (weight, bias) in enumerate(zip(net.into[::2], net.into[1::2], strict=True)):
         fan_in, fan_out = net.sizes[i : i + 2]
-        for start, width in [(0, fan_in)] if i else first:
-            found.inputs.extend([hidden[i - 1]] if i else [])
+        for x, start in [(hidden[i - 1], 0)] if i else inputs:
+            found.inputs.append(x)
             found.grads.append(grads[i])
             found.weights.append(cast(Tensor, weight))
             found.biases.append(cast(Tensor, bias))
-            found.shapes.extend((count, i == 0, start, width, fan_in, fan_out, turned, i > 0))
+            found.shapes.extend((count, i == 0, start, x.shape[-1], fan_in, fan_out, net.turned, i > 0))
     return found
 
 
@@ -115,15 +115,18 @@ class FusedSACUpdate(SACUpdate):
         for net in (self.actor, self.target_actor, self.critics, self.target_critics):
             if any(not each.is_contiguous() for each in net.tensors) or len(net.tensors) != 2 * len(net.sizes) - 2:
                 raise UnknownError("layers without a bias, or with strides")
+            if any(each.numel() >> 31 for each in net.tensors):
+                raise UnknownError("more weights than 32 bits count")
         if any(each is None for net in (self.actor, self.critics) for each in net.into):
             raise UnknownError("frozen layers")
         if len(self.actor.sizes) < 3 or len(self.critics.sizes) < 3:
             raise UnknownError("networks without hidden layers")
         if type(loss._value_estimator) is not TD0Estimator or self.loss.log_alpha.dtype is not self.dtype:
             raise UnknownError("targets over several steps, or a temperature of another dtype")
+        if self.loss.log_alpha.ndim:
+            raise UnknownError("a temperature of another shape")
         self._act = SILU if self.activation is nn.SiLU else RELU
         self._float32 = perceptrons.float32_on(self.device)
-        self._memory: dict[int, tuple[Scratch, Products, Products]] = {}
 
     def fits(self, batch: TensorDictBase) -> bool:
         """As that of every update; and without masks, or states to skip."""
@@ -142,30 +145,29 @@ class FusedSACUpdate(SACUpdate):
             return perceptrons.BF16 if torch.get_autocast_dtype(kind) is torch.bfloat16 else None
         return perceptrons.TF32 if allows_tf32() else self._float32
 
-    def _prepared(self, n: int) -> tuple[Scratch, Products, Products]:
-        """(memory for n rows; the products of weights of the critics; those of the actor too)."""
-        found = self._memory.get(n)
-        if found is None:
-            new, count, size = self.actor.like.new_empty, len(self.critics.nets), self.size
-            of_actor, of_critics = self.actor.sizes[1:-1], self.critics.sizes[1:-1]
-            memory = Scratch(
-                [new(2 * n, width) for width in of_actor], new(2 * n, 2 * size), new(2 * n, size), new(2 * n),
-                [new(3, count, n, width) for width in of_critics], new(3, count, n),
-                [new(2, count, n, width) for width in of_critics], new(count, n), new(count, n, size),
-                [new(n, width) for width in of_actor], new(n, 2 * size),
-            )  # fmt: skip
-            width = self.actor.inputs
-            parts = [(self._first_columns[0], width), (self._first_columns[1], size)]
-            critics = products_of(
-                self.critics, self.critics.turned, parts, [each[1] for each in memory.of_critics],
-                [*(each[0] for each in memory.critics_deltas), memory.grad_q],
-            )  # fmt: skip
-            actor = products_of(
-                self.actor, True, [(0, width)], [each[n:] for each in memory.of_actor],
+    def _scratch(self, n: int) -> Scratch:
+        """Memory for n rows. A graph's lies in the pool of that graph."""
+        new, count, size = self.actor.like.new_empty, len(self.critics.nets), self.size
+        of_actor, of_critics = self.actor.sizes[1:-1], self.critics.sizes[1:-1]
+        return Scratch(
+            [new(2 * n, width) for width in of_actor], new(2 * n, 2 * size), new(2 * n, size), new(2 * n),
+            [new(3, count, n, width) for width in of_critics], new(3, count, n),
+            [new(2, count, n, width) for width in of_critics], new(count, n), new(count, n, size),
+            [new(n, width) for width in of_actor], new(n, 2 * size),
+        )  # fmt: skip
+
+    def _products(self, memory: Scratch, state: Tensor, action: Tensor, policy: bool) -> Products:
+        """Those that are the gradients of weights, of the critics and, where it learns, of the policy."""
+        of_state, of_action = self._first_columns
+        found = products_of(
+            self.critics, [(state, of_state), (action, of_action)], [each[1] for each in memory.of_critics],
+            [*(each[0] for each in memory.critics_deltas), memory.grad_q],
+        )  # fmt: skip
+        if policy:
+            found += products_of(
+                self.actor, [(state, 0)], [each[len(state) :] for each in memory.of_actor],
                 [*memory.actor_deltas, memory.grad_head],
             )  # fmt: skip
-            found = self._memory[n] = memory, critics, actor
-        at_replays().holds(self, "_memory")
         return found
 
     @property
@@ -176,8 +178,7 @@ class FusedSACUpdate(SACUpdate):
     def _gradients(self, batch: TensorDictBase, policy: bool) -> dict[str, Tensor]:
         loss, following, rows = self.loss, next_state(batch), batch.batch_size
         n, (low, high, *limits) = rows[0], self._bounds
-        memory, of_critics, of_actor = self._prepared(n)
-        precision = self._precision()
+        memory, precision = self._scratch(n), self._precision()
         if loss.min_log_alpha is not None:
             # Within its bounds from now on.
             loss.alpha  # noqa: B018
@@ -207,21 +208,19 @@ class FusedSACUpdate(SACUpdate):
             steps, weight, critics, memory.of_critics, *networks, *self._code, policy, precision,
             memory.critics_deltas, memory.grad_q, memory.grad_action, error, scalars,
         )  # fmt: skip
-        products, inputs = of_critics, [state, action]
         of_policy = functools.partial(
             perceptrons.sac_action_gradients, memory.grad_action, log_alpha, weight, noise, low, high, memory.head,
             self.actor.tensors, memory.of_actor, self._act, self._code[1], self._gaussian.scale_lb, *limits, precision,
             memory.actor_deltas, memory.grad_head,
         )  # fmt: skip
-        if policy:
-            inputs = [state, action, *of_critics.inputs, state]
-            products = of_critics + of_actor
-        products = products._replace(inputs=[*inputs, *(of_actor if policy else of_critics).inputs])
+        products = self._products(memory, state, action, policy)
         found = dict(zip(perceptrons.SCALARS, scalars.unbind(), strict=True))
-        slope = found.pop("slope").reshape(log_alpha.shape)
+        slope = found.pop("slope")
         if not policy:
             found = {name: found[name] for name in ("loss_qvalue", "alpha")}
         learns = policy and loss.log_alpha.requires_grad
+        # A graph writes gradients into memory of this object.
+        at_replays().holds(self, "critics")
         # What follows does not wait for priorities, nor they for it.
         self._pending = state, products, slope if learns else None, of_policy if policy else None, precision
         loss._set_priority(batch, batch, error)

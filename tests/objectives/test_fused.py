@@ -391,3 +391,11 @@ def test_float32_is_multiplied_in_parts_where_that_takes_less_time(capability, d
     monkeypatch.setattr(torch.version, "hip", None)
     assert perceptrons.float32_on(torch.device("cuda", 0)) == getattr(perceptrons, due)
     assert perceptrons.float32_on(torch.device("cpu")) == perceptrons.IEEE
+
+
+def test_a_temperature_in_a_vector_goes_the_general_way():
+    """Which says that a learner minimises scalars."""
+    loss = sac()
+    loss.log_alpha = nn.Parameter(loss.log_alpha.detach().reshape(1))
+    with pytest.raises(UnknownError):
+        fused(loss)
