@@ -6,7 +6,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any, Protocol, cast
@@ -198,7 +198,7 @@ class Learner:
 
     def _known(self) -> Update | None:
         """The update that is written out, if there is one for the loss as it is."""
-        if type(self.loss) not in KNOWN or _modes():
+        if type(self.loss) not in self._forms or _modes():
             return None
         if torch.is_autocast_enabled("cpu") or torch._C._are_functorch_transforms_active():
             return None
@@ -217,11 +217,15 @@ class Learner:
         watch = Watch(*parts)
         self.reset()
         self._explicit = None
-        on_gpu = self._device.type in graphs.GRAPH_DEVICES
         with contextlib.suppress(UnknownError):
             learning = [each for group in self.optimizer.param_groups for each in group["params"]]
-            self._explicit = update_of(self.loss, learning, FUSED if on_gpu else KNOWN)
+            self._explicit = update_of(self.loss, learning, self._forms)
         self._watch = watch
+
+    @property
+    def _forms(self) -> Mapping[type, type[Update]]:
+        """The updates that are written out for the device, by the loss."""
+        return FUSED if self._device.type in graphs.GRAPH_DEVICES else KNOWN
 
     # --- graphs ---
 
