@@ -93,10 +93,15 @@ class _Nets:
                 hidden[i].copy_(activated(z, self.activation).view(hidden[i].shape))
 
 
-def _scale(raw: Tensor, head: int, head_values: Sequence[float]) -> Tensor:
-    """The standard deviation that a head makes of ``raw``."""
+def _scale(raw: Tensor, head: int, head_values: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """(the standard deviation that a head makes of ``raw``, its derivative)."""
     first, second = head_values
-    return (first + second * raw.tanh()).exp() if head == SQUASHED else softplus(raw + first) + second
+    if head == SQUASHED:
+        tanh = raw.tanh()
+        scale = (first + second * tanh).exp()
+        return scale, scale * second * (1 - tanh.square())
+    raw = raw + first
+    return softplus(raw) + second, torch.ops.aten.softplus_backward(torch.ones_like(raw), raw, 1, 20)
 
 
 def sac_act(
@@ -110,7 +115,7 @@ def sac_act(
         rows = slice(place * n, place * n + n)
         nets = _Nets(params, hidden, True, activation, eps, precision)
         loc, raw = nets.forward(x, [each[rows] for each in hidden])[0].chunk(2, -1)
-        drawn = loc.contiguous(), _scale(raw, head, head_values), noise[rows]
+        drawn = loc.contiguous(), _scale(raw, head, head_values)[0], noise[rows]
         action[rows], log_prob[rows] = density.sample(*drawn, low, high, *bounds, 1)
 
 
@@ -179,12 +184,10 @@ def sac_action_gradients(
     loc, raw = hidden[nets.depth][n:].chunk(2, -1)
     _, norm = values.reduced(grad_action.new_empty(n), weight, None, reduction)
     grad_log_prob = (log_alpha.exp() * values.factors(norm.new_ones(()), norm, n, weight, None)).expand(n)
-    with torch.enable_grad():
-        scale = _scale(raw := raw.detach().requires_grad_(), head, head_values)
+    scale, slope = _scale(raw, head, head_values)
     given = low, high, grad_action.sum(0), grad_log_prob, *bounds, 1
-    of_loc, of_scale = density.sample_backward(loc.contiguous(), scale.detach(), noise[n:], *given)
-    (of_raw,) = torch.autograd.grad(scale, raw, of_scale)
-    nets.backward(torch.cat([of_loc, of_raw], -1).unsqueeze(0), [each[n:] for each in hidden], deltas, True)
+    of_loc, of_scale = density.sample_backward(loc.contiguous(), scale, noise[n:], *given)
+    nets.backward(torch.cat([of_loc, of_scale * slope], -1).unsqueeze(0), [each[n:] for each in hidden], deltas, True)
 
 
 def weight_gradients(
