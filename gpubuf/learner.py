@@ -22,7 +22,7 @@ from gpubuf.data.storage.layout import priority_mask_key
 from gpubuf.data.transforms import Compose
 from gpubuf.modules.linear import _hooks_of_all
 from gpubuf.objectives.base import LossModule, _check_updater
-from gpubuf.objectives.explicit import KNOWN, UnknownError, Update, update_of
+from gpubuf.objectives.explicit import KNOWN, UnknownError, Update, no_step, update_of
 from gpubuf.objectives.fused import FUSED, precision_of_products
 from gpubuf.optim import AdamW
 
@@ -144,14 +144,14 @@ class Learner:
         assert batch is not None
         explicit = self._known()
         if explicit is not None and explicit.fits(batch):
-            losses = explicit.prepare(batch, policy)
+            losses, step_of = explicit.prepare(batch, policy)
             if not self.loss.nan_named:
                 self.loss._look_for_nan(batch, losses)
         else:
-            explicit, losses = None, self._gradients(batch, policy)
+            losses, step_of = self._gradients(batch, policy), no_step
         moving = policy or not getattr(self.loss, "delayed_targets", False)
         with self._giving_priorities(batch):
-            step = None if explicit is None else explicit.step_of(self.optimizer)
+            step = step_of(self.optimizer)
             if isinstance(self.optimizer, AdamW):
                 more: dict[str, Any] = {} if step is None else {"fused": step}
                 self.optimizer.step(targets=moving, **more)

@@ -399,6 +399,23 @@ def _replaced(part: nn.Module) -> bool:
     return any(callable(getattr(type(part), name, None)) for name in vars(part))
 
 
+def no_step(optimizer: Any) -> Fused | None:
+    """Gradients are set, and the optimiser steps itself."""
+    return None
+
+
+class Prepared(NamedTuple):
+    """What an update has computed.
+
+    Attributes:
+        losses: and the scalars of the loss.
+        step_of: of an optimiser, what makes its step; None: it steps itself, by gradients that are then set.
+    """
+
+    losses: dict[str, Tensor]
+    step_of: Callable[[Any], Fused | None] = no_step
+
+
 class Update(abc.ABC):
     """The losses and gradients of a batch.
 
@@ -461,7 +478,7 @@ class Update(abc.ABC):
         """The perceptron of an actor."""
 
     @abc.abstractmethod
-    def _gradients(self, batch: TensorDictBase, policy: bool) -> dict[str, Tensor]:
+    def _gradients(self, batch: TensorDictBase, policy: bool) -> Prepared:
         """See the call."""
 
     def fits(self, batch: TensorDictBase) -> bool:
@@ -489,10 +506,6 @@ class Update(abc.ABC):
             critics += width if key in self._of_critics else 0
         return (actor, critics, size) == (self.actor.inputs, self.critics.inputs, self.size)
 
-    def step_of(self, optimizer: Any) -> Fused | None:
-        """After :meth:`prepare`: what makes the optimiser's step. None: it steps itself, by gradients that are set."""
-        return None
-
     def __call__(self, batch: TensorDictBase, policy: bool = True) -> dict[str, Tensor]:
         """Set the gradients of all parameters that learn from the batch, and write its priorities into it.
 
@@ -503,13 +516,13 @@ class Update(abc.ABC):
         Returns:
             The losses, and the scalars of the loss.
         """
-        losses = self.prepare(batch, policy)
-        self.step_of(None)
+        losses, step_of = self.prepare(batch, policy)
+        step_of(None)
         return losses
 
     @torch.no_grad()
-    def prepare(self, batch: TensorDictBase, policy: bool) -> dict[str, Tensor]:
-        """The call, but for gradients that :meth:`step_of` may make unnecessary."""
+    def prepare(self, batch: TensorDictBase, policy: bool) -> Prepared:
+        """The call, but for gradients that an optimiser may make unnecessary."""
         idle = [] if policy else [parameter for parameter, _ in self.actor.gradients]
         for parameter in (*self._rest, *idle):
             parameter.grad = None
@@ -657,7 +670,7 @@ class SACUpdate(Update):
         found = *_sample(*drawn, policy.low, policy.high, *policy.bounds, *loc.shape), raw, *drawn
         return list(zip(*(each.chunk(len(steps)) for each in found), strict=True))
 
-    def _gradients(self, batch: TensorDictBase, policy: bool) -> dict[str, Tensor]:
+    def _gradients(self, batch: TensorDictBase, policy: bool) -> Prepared:
         loss, alpha = self.loss, self.loss.alpha
         seen = loss._seen(batch)
         following = next_state(seen)
@@ -669,7 +682,7 @@ class SACUpdate(Update):
         if policy:
             losses |= self._learn_policy(seen, alpha, *(drawn or self._draw(self.actor, seen)))
         loss._set_priority(batch, seen, error)
-        return losses
+        return Prepared(losses)
 
     def _learn_policy(self, seen: TensorDictBase, alpha: Tensor, drawn: tuple[Tensor, ...]) -> dict[str, Tensor]:
         loss, (action, log_prob, raw, *given) = self.loss, drawn
@@ -702,7 +715,7 @@ class TD3Update(Update):
             raise UnknownError("a policy that writes its action elsewhere")
         return parts[0]
 
-    def _gradients(self, batch: TensorDictBase, policy: bool) -> dict[str, Tensor]:
+    def _gradients(self, batch: TensorDictBase, policy: bool) -> Prepared:
         loss = self.loss
         seen = loss._seen(batch)
         losses = self._learn_policy(seen) if policy else {}
@@ -712,7 +725,7 @@ class TD3Update(Update):
         action = noise.add_(action).clamp_(loss.min_action, loss.max_action)
         value, error = self._learn_values(seen, following, action)
         loss._set_priority(batch, seen, error.square_())
-        return {**losses, "loss_qvalue": value}
+        return Prepared({**losses, "loss_qvalue": value})
 
     def _learn_policy(self, seen: TensorDictBase) -> dict[str, Tensor]:
         action = self.actor.forward(self._inputs(seen))[0].tanh()

@@ -21,7 +21,7 @@ from gpubuf.modules.norms import LayerNorm
 from gpubuf.objectives.base import LossModule
 from gpubuf.objectives.batch import next_state
 from gpubuf.objectives.distributional import PRIORITIES, TARGETS, DistributionalSACLoss
-from gpubuf.objectives.explicit import Perceptrons, UnknownError, Update, policy_of
+from gpubuf.objectives.explicit import Perceptrons, Prepared, UnknownError, Update, policy_of
 from gpubuf.objectives.sac import SACLoss
 from gpubuf.objectives.values import TD0Estimator
 from gpubuf.optim.adamw import AdamW, Fused
@@ -210,7 +210,7 @@ class FusedSACUpdate(Update):
         """Those of state and action among the inputs of critics."""
         return (self.size, 0) if self._of_critics[0] == self._action else (0, self.actor.inputs)
 
-    def _gradients(self, batch: TensorDictBase, policy: bool) -> dict[str, Tensor]:
+    def _gradients(self, batch: TensorDictBase, policy: bool) -> Prepared:
         loss, following, rows = self.loss, next_state(batch), batch.batch_size
         n, precision, given = rows[0], self._precision(), self._policy
         assert precision is not None
@@ -269,13 +269,20 @@ class FusedSACUpdate(Update):
         # A graph writes gradients into memory of this object.
         at_replays().holds(self, "critics")
         # What follows does not wait for priorities, nor they for it.
-        self._pending = state, products, every["slope"] if learns else None, of_policy if policy else None, precision
+        slope = every["slope"] if learns else None
+        step_of = functools.partial(self._step_of, products, slope, of_policy if policy else None, precision)
         loss._set_priority(batch, batch, error)
-        return found
+        return Prepared(found, step_of)
 
-    def step_of(self, optimizer: Any) -> Fused | None:
-        state, products, slope, of_policy, precision = self._pending
-        del self._pending
+    def _step_of(
+        self,
+        products: Products,
+        slope: Tensor | None,
+        of_policy: Callable[[], None] | None,
+        precision: int,
+        optimizer: Any,
+    ) -> Fused | None:
+        """What is left of the gradients: all of them, or an optimiser's step by them."""
         nets = [self.critics]
         if of_policy is not None:
             of_policy()
@@ -284,7 +291,7 @@ class FusedSACUpdate(Update):
         own = [parameter for net in nets for parameter, _ in net.gradients]
         places = optimizer.places_of([*own, *numbers]) if isinstance(optimizer, AdamW) else None
         if places is None:
-            perceptrons.weight_gradients(state, *products, precision)
+            perceptrons.weight_gradients(self.actor.like, *products, precision)
             for net in nets:
                 net.set_gradients()
             for number in numbers:

@@ -17,8 +17,6 @@ from gpubuf.kernels.perceptrons import _triton_sac as kernels
 _PRECISIONS = {IEEE: "ieee", TF32X3: "ieee", TF32: "ieee"} if torch.version.hip else {TF32X3: "tf32x3", TF32: "tf32"}
 _PRECISIONS |= {IEEE: "ieee", BF16: "bf16"}
 
-SUMS = 256
-"""Rows that the sums of losses take at a time."""
 
 WARPS: dict[str, Any] = {"num_warps": 4, "maxnreg": all_registers(4)}
 """Of programs that compute gradients of weights."""
@@ -34,6 +32,11 @@ def _tiles(n: int, sizes: Sequence[int], precision: int) -> tuple[dict[str, Any]
     block, width, depth, warps = tiles_of(n, precision)
     tile = _PRECISIONS[precision], min(width, max(map(_power, sizes[1:]))), depth, 3
     return {"TILES": tile, "BLOCK": block}, {"num_warps": warps, "maxnreg": all_registers(warps)}
+
+
+def _sums(n: int) -> int:
+    """Rows that the sums over a batch of n take at a time: each step waits for its loads."""
+    return 256 if n <= 256 else 1024
 
 
 def _sizes(params: Sequence[Tensor], turned: bool, eps: float | None) -> tuple[int, ...]:
@@ -100,7 +103,7 @@ def sac_value_gradients(
         "REDUCTION": reduction, "COMBINE": combine, "VALUE_FACTOR": 1 / nets if average else 1.0,
         "SHARED": mass is not None and mass.numel() < nets * n * sizes[-1], "HAS_STEPS": steps is not None,
         "HAS_WEIGHT": weight is not None, "NEXT_ENTROPY": next_entropy, "BY_ALPHA": by_alpha, "POLICY": policy,
-        **tiles, "ATOM_COLUMNS": _power(sizes[-1]), "COLUMNS": _power(size), "SUMS": SUMS,
+        **tiles, "ATOM_COLUMNS": _power(sizes[-1]), "COLUMNS": _power(size), "SUMS": _sums(n),
     }  # fmt: skip
     given = (reward, terminated, gamma, *(reward if each is None else each for each in (steps, mass, weight)))
     results = (tuple(hidden), tuple(deltas), grad_action, td_error, scalars)
@@ -120,7 +123,7 @@ def sac_action_gradients(
     how = {
         "NETS": nets, "SIZES": sizes, "NET": (activation, True, eps), "HEAD": (head, *head_values),
         "BOUNDS": _bounds(low, bounds), "REDUCTION": reduction, "HAS_WEIGHT": weight is not None, **tiles,
-        "COLUMNS": _power(size), "SUMS": SUMS,
+        "COLUMNS": _power(size), "SUMS": _sums(n),
     }  # fmt: skip
     given = (noise if weight is None else weight, noise, noise if low is None else low, noise if high is None else high)
     arguments = (grad_action, log_alpha, *given, tuple(online), tuple(hidden), tuple(deltas), n)

@@ -357,12 +357,12 @@ def perceptrons_sac_value_gradients_kernel(
     COLUMNS: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Gradients of the critics' layers, from their loss and from the policy's; the last program has the losses.
+    """Gradients of the critics' layers, from their loss and from the policy's; the first program has the losses.
 
     Grid: (1 or 2 times NETS cdiv(n, BLOCK), and one more,).
     """
     blocks = (n + BLOCK - 1) // BLOCK
-    program = tl.program_id(0)
+    program = tl.program_id(0) - 1
     job = program // blocks
     net = job % NETS
     log_alpha = tl.load(log_alpha_ptr)
@@ -372,7 +372,7 @@ def perceptrons_sac_value_gradients_kernel(
     norm = norm_of(weights_ptr, n, REDUCTION, SUMS)
     last: tl.constexpr = len(SIZES) - 2
     outputs: tl.constexpr = SIZES[last + 1]
-    if program == tl.num_programs(0) - 1:
+    if program < 0:
         tl.store(scalars_ptr + ALPHA, alpha)
         if outputs == 1:
             store_value_loss(
