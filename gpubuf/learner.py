@@ -51,10 +51,10 @@ class Learner:
     :class:`~gpubuf.objectives.SACLoss` of plain perceptrons (see :mod:`gpubuf.modules`), on a CPU
     :class:`~gpubuf.objectives.TD3Loss`, and on a GPU :meth:`FastSAC's loss
     <gpubuf.objectives.DistributionalSACLoss.fastsac>`, have their gradients written out, without autograd: the same up
-    to rounding, and faster. On a GPU whole networks are then one launch (:mod:`gpubuf.kernels.perceptrons`), by TF32 where
-    ``torch.set_float32_matmul_precision("high")`` allows it, and in bfloat16 under autocast. Gradients are written into
-    the same memory at each call, and are the ``grad`` of the parameters. All else, and parameters with hooks, goes
-    through autograd.
+    to rounding, and faster. On a GPU whole networks are then one launch (:mod:`gpubuf.kernels.perceptrons`), by
+    TF32 where ``torch.set_float32_matmul_precision("high")`` allows it, and in bfloat16 under autocast. Gradients
+    are written into the same memory at each call, and are the ``grad`` of the parameters. All else, and parameters
+    with hooks, goes through autograd.
 
     Args:
         loss: a loss of :mod:`gpubuf.objectives` or another library, or a function: it takes a batch, and returns a
