@@ -48,12 +48,13 @@ class Learner:
     the loss are read on the device, and need none. An update that can't be captured runs eagerly, and a warning says
     why, once.
 
-    :class:`~gpubuf.objectives.SACLoss` of plain perceptrons (see :mod:`gpubuf.modules`), and on a CPU
-    :class:`~gpubuf.objectives.TD3Loss`, have their gradients written out, without autograd: the same up to rounding,
-    and faster. On a GPU whole networks are then one launch (:mod:`gpubuf.kernels.perceptrons`), by TF32 where
-    ``torch.set_float32_matmul_precision("high")`` allows it, and in bfloat16 under autocast. Gradients are written into
-    the same memory at each call, and are the ``grad`` of the parameters. All else, and parameters with hooks, goes
-    through autograd.
+    :class:`~gpubuf.objectives.SACLoss` of plain perceptrons (see :mod:`gpubuf.modules`), on a CPU
+    :class:`~gpubuf.objectives.TD3Loss`, and on a GPU :meth:`FastSAC's loss
+    <gpubuf.objectives.DistributionalSACLoss.fastsac>`, have their gradients written out, without autograd: the same up
+    to rounding, and faster. On a GPU whole networks are then one launch (:mod:`gpubuf.kernels.perceptrons`), by
+    TF32 where ``torch.set_float32_matmul_precision("high")`` allows it, and in bfloat16 under autocast. Gradients
+    are written into the same memory at each call, and are the ``grad`` of the parameters. All else, and parameters
+    with hooks, goes through autograd.
 
     Args:
         loss: a loss of :mod:`gpubuf.objectives` or another library, or a function: it takes a batch, and returns a

@@ -171,7 +171,7 @@ class FusedSACUpdate(Update):
             return perceptrons.BF16 if torch.get_autocast_dtype(kind) is torch.bfloat16 else None
         return perceptrons.TF32 if allows_tf32() else self._float32
 
-    def _scratch(self, n: int, precision: int) -> Scratch:
+    def _scratch(self, n: int, policy: bool, precision: int) -> Scratch:
         """Memory for n rows. A graph's lies in the pool of that graph."""
         new, count, parts = self.actor.like.new_empty, len(self.critics.nets), perceptrons.parts_of(n, precision)
 
@@ -185,8 +185,8 @@ class FusedSACUpdate(Update):
             return [*(new(*rows, width) for width in net.sizes[1:]), *(new(*sums, width) for width in normed)]
 
         return Scratch(
-            hidden(self.actor, 2 * n), new(2 * n, self.size), new(2 * n), hidden(self.critics, 3, count, n),
-            deltas(self.critics, (count, parts), 2, count, n), new(count, n, self.size),
+            hidden(self.actor, 2 * n), new(2 * n, self.size), new(2 * n), hidden(self.critics, 2 + policy, count, n),
+            deltas(self.critics, (count, parts), 1 + policy, count, n), new(count, n, self.size),
             deltas(self.actor, (parts,), n),
         )  # fmt: skip
 
@@ -214,7 +214,7 @@ class FusedSACUpdate(Update):
         loss, following, rows = self.loss, next_state(batch), batch.batch_size
         n, precision, given = rows[0], self._precision(), self._policy
         assert precision is not None
-        memory = self._scratch(n, precision)
+        memory = self._scratch(n, policy, precision)
         next_entropy, reduction = loss.temperature_from == "next", self._code[1]
         if loss.min_log_alpha is not None:
             # Within its bounds from now on.
@@ -240,15 +240,14 @@ class FusedSACUpdate(Update):
             precision, memory.of_critics, q,
         )  # fmt: skip
         log_alpha, returns = loss.log_alpha.detach(), (reward, terminated, loss._value_estimator.gamma, steps)
-        if q is None:
-            error, mass, found = state.new_empty(n), None, {}
-        else:
+        found: dict[str, Tensor] = {}
+        error, mass, average = state.new_empty(n), None, False
+        if q is not None:
+            average, support = loss.average_critics, self._support
             soft = logits[0], memory.log_prob[:n], log_alpha.exp(), *returns, loss.reward_scale
-            mass = categorical.categorical_target(*soft, *self._support, TARGETS[loss.target])
-            how = *self._support, PRIORITIES[loss.priority], loss.average_critics, reduction
-            found_loss, error, _ = categorical.categorical_loss(logits[1], mass, weight, None, *how)
-            found = {"loss_qvalue": found_loss}
-        average = getattr(loss, "average_critics", False)
+            mass = categorical.categorical_target(*soft, *support, TARGETS[loss.target])
+            how = *support, PRIORITIES[loss.priority], average, reduction
+            found["loss_qvalue"], error, _ = categorical.categorical_loss(logits[1], mass, weight, None, *how)
         combine = td.AVERAGE if loss.actor_value == "mean" else td.SMALLEST
         flags = combine, average, next_entropy, loss.temperature_loss == "alpha", policy
         perceptrons.sac_value_gradients(

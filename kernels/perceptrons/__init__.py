@@ -1,4 +1,4 @@
-"""Whole perceptrons in one launch: an update of soft actor-critic in five, the optimiser's step and the noise apart.
+"""Whole perceptrons in one launch: an update of soft actor-critic in five, with the optimiser's step.
 
 A product of small matrices takes a GPU several microseconds, whatever it computes: it is made of waiting. Here a
 program takes some rows of the batch through all layers of a net, forward or backward, with what comes before and after

@@ -30,6 +30,9 @@ def test_an_update_of_soft_actor_critic_is_few_kernels():
     counted = committed()
     assert counted["sac", False, OURS] <= 7
     assert counted["sac", True, OURS] <= 9
+    assert counted["fastsac", False, OURS] <= 11
+    for form in (BY_HAND, f"{OURS}, autograd"):
+        assert counted["fastsac", False, form] > 9 * counted["fastsac", False, OURS]
     for form in (BY_HAND, updates.SEPARATE, f"{OURS}, autograd"):
         assert counted["sac", True, form] > 8 * counted["sac", True, OURS]
 

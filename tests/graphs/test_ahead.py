@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gpubuf import CaptureError, LazyTensorStorage, TensorDictPrioritizedReplayBuffer, capture
 from gpubuf.data import prefetch, recording
+from gpubuf.data.batches import Batch
 from gpubuf.data.prefetch import Prefetched, PrefetchedInGraphs
 from tests.support import learners
 from tests.support.graph_recorder import RecordedCuda
@@ -353,6 +354,22 @@ def test_priorities_that_do_not_wait_for_the_branch_are_found(machine, monkeypat
     machine.late, join = True, recording.Recording.join
     monkeypatch.setattr(recording.Recording, "join", lambda self, *one: None if one else join(self))
     assert replayed("prioritized", machine)[0]
+
+
+@pytest.mark.parametrize("other", [torch.zeros(4, 3, dtype=torch.int32), torch.zeros(4, 3).T, torch.zeros(5, 3)])
+def test_graphs_share_memory_for_batches_that_are_alike(other):
+    """Of another dtype, order or size it is memory of its own: a graph would take numbers for what they are not."""
+    line = prefetch._Line()
+
+    def kept(rows: Tensor) -> Tensor:
+        batch, memory, parts = line.keep(Batch({"rows": rows}, {"index": torch.arange(len(rows))}, False))
+        assert batch.data["rows"].untyped_storage()._cdata == memory.untyped_storage()._cdata
+        assert [each.nbytes for each in parts] == [rows.nbytes, 8 * len(rows)]
+        return memory
+
+    first = kept(torch.zeros(4, 3))
+    assert kept(torch.ones(4, 3)) is first
+    assert kept(other) is not first
 
 
 @pytest.mark.usefixtures("rows_on_gpu")

@@ -228,7 +228,7 @@ NORMED_FAULTS = {
     "a mean that forgets": ("_triton:run_layer", "mean += apart * (count / (start + count))", "mean += apart / 2"),
     "tiles as if they had one mean": ("_triton:run_layer", "+ apart * apart * (start * count / (start + count))", ""),
     "no eps": ("_triton:run_layer", "squares / fan_out + eps", "squares / fan_out"),
-    "the scale of the layer above": ("_triton:scaled", "+ 2 * LAYER", "+ 2 * LAYER - 2"),
+    "the shift for the scale": ("_triton:scaled", "tl.load(params[first] +", "tl.load(params[first + 1] +"),
     "no shift": ("_triton:scaled", "+ shift[None, :]", ""),
     "a gradient without its mean": ("_triton:layer_gradient", "grad - mean[:, None] - h", "grad - h"),
     "one that is not across the row": ("_triton:layer_gradient", "- h * along[:, None]", ""),
@@ -239,11 +239,7 @@ NORMED_FAULTS = {
         "SHAPES[p][4] > 0 else parts",
         "SHAPES[p][4] > 0 else 1",
     ),
-    "sums of the policy's gradients": (
-        VALUES,
-        "(program % blocks, blocks, job < NETS)",
-        "(program % blocks, blocks, job >= 0)",
-    ),
+    "nobody's sums": (VALUES, "blocks, job < NETS)", "blocks, job < 0)"),
     "a target of one critic for all": (VALUES, "mass_ptr + net * n * outputs", "mass_ptr"),
     "an expected value that is not centred": (
         "_triton_sac:load_masses",
