@@ -51,15 +51,28 @@ def float32_on(device: torch.device) -> int:
     return TF32X3 if torch.cuda.get_device_capability(device) in IN_PARTS else IEEE
 
 
-def tiles_of(n: int, precision: int) -> tuple[int, int, int, int]:
-    """(rows of a program, outputs, and inputs that it multiplies at a time, its warps) for a batch of n.
+def tiles_of(rows: int, precision: int) -> tuple[int, int, int, int]:
+    """(rows of a program, outputs, and inputs that it multiplies at a time, its warps) of a launch.
 
-    A small batch is cut into many programs, so that every multiprocessor has some. More rows would read weights more
-    rarely, but the three products of :data:`TF32X3` take thrice the registers.
+    A program of more rows reads weights more rarely. It has as many as leave a program for most multiprocessors.
+
+    Args:
+        rows: how many the launch has, those of all its nets together.
     """
-    if precision in (IEEE, TF32X3):
-        return (16, 64, 32, 4) if n <= 1024 else (32, 64, 16, 4)
-    return (16, 128, 32, 4) if n <= 512 else (32 if n <= 4096 else 64, 128, 32, 8)
+    block = next((size for size in (64, 32) if rows >= 96 * size), 16)
+    outputs, depth = (64 if block == 64 else 128, 16) if precision in (IEEE, TF32X3) else (128, 32)
+    return block, outputs, depth, 4 if block == 16 else 8
+
+
+def weight_tile(weights: int, precision: int) -> tuple[int, int, int, int]:
+    """(inputs and outputs of a weight whose gradients are one program's, rows that it multiplies at a time, its warps).
+
+    Args:
+        weights: numbers in all weights together. Few of them would make too few programs of larger tiles.
+    """
+    if precision in (TF32, BF16) and weights >= 2**19:
+        return 64, 64, 32, 8
+    return *WEIGHT_TILE, 16 if precision == IEEE else 32, 4
 
 
 SCALARS = ("slope", "loss_qvalue", "alpha", "loss_actor", "loss_alpha", "entropy")
