@@ -60,8 +60,9 @@ def tiles_of(rows: int, precision: int) -> tuple[int, int, int, int]:
         rows: how many the launch has, those of all its nets together.
     """
     block = next((size for size in (64, 32) if rows >= 96 * size), 16)
-    outputs, depth = (64 if block == 64 else 128, 16) if precision in (IEEE, TF32X3) else (128, 32)
-    return block, outputs, depth, 4 if block == 16 else 8
+    if precision in (IEEE, TF32X3):
+        return block, 64 if block == 64 else 128, 16, 4 if block == 16 else 8
+    return (16, 128, 16, 4) if block == 16 else (block, 128, 32, 8)
 
 
 def weight_tile(weights: int, precision: int) -> tuple[int, int, int, int]:
