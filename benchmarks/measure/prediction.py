@@ -198,16 +198,23 @@ def of_perceptrons(
     """
     actor, critic, nets, norm, policy = networks
     code, which, reached = PRECISIONS[precision]
-    rows, *_ = tiles = tiles_of(n, code)
     height, across, *_ = tile = weight_tile(networks.weights, code)
-    actions, blocks = actor[-1] // 2, -(-n // rows)
+    actions = actor[-1] // 2
 
-    def forward(widths: Sequence[int]) -> list[Work]:
-        return [product(rows, i, o, tiles, rows * o * (1 + 2 * norm)) for i, o in pairwise(widths)]
+    def forward(rows: int, widths: Sequence[int]) -> Programs:
+        block, *_ = tiles = tiles_of(rows, code)
+        works = [product(block, i, o, tiles, block * o * (1 + 2 * norm)) for i, o in pairwise(widths)]
+        return [(-(-rows // block), works)]
 
-    def backward(widths: Sequence[int], learns: int = 1) -> list[Work]:
-        moved = 2 + learns + 3 * norm
-        return [product(rows, o, i, tiles, rows * i * moved) for o, i in pairwise(widths[:0:-1])]
+    def backward(rows: int, widths: Sequence[int], to: int = 0, of: int = 0) -> Programs:
+        """``of`` the rows go to the gradients by ``to`` inputs, and not to those by weights."""
+        block, *_ = tiles = tiles_of(rows, code)
+        learn, more = (
+            [product(block, o, i, tiles, block * i * (moved + 3 * norm)) for o, i in pairwise(widths[:0:-1])]
+            for moved in (3, 2)
+        )
+        more.append(product(block, widths[1], to, tiles, block * to))
+        return [(-(-(rows - of) // block), learn), (-(-of // block), more)]
 
     def gradients(fan_in: int, fan_out: int) -> tuple[int, list[Work]]:
         high, wide = min(height, fan_in), min(across, fan_out)
@@ -219,14 +226,13 @@ def of_perceptrons(
     layers += [*pairwise(actor)] * policy
     by_actor, by_critics = n * sum(actor[1:]), n * nets * sum(critic[1:])
     losses = Work(-(-n // 256), 0, 4 * n * (3 * nets + 6))
-    to_actions = product(rows, critic[1], actions, tiles, rows * actions)
-    of_values = [(nets * blocks, backward(critic)), (policy * nets * blocks, [*backward(critic, 0), to_actions])]
+    of_values = backward((1 + policy) * nets * n, critic, actions, policy * nets * n)
     # What programs do; and how many numbers of layers they read for the first time, or leave.
     launches: dict[str, tuple[Programs, int]] = {
-        "sac_act": ([((1 + policy) * blocks, forward(actor))], (1 + policy) * by_actor),
-        "sac_values": ([((2 + policy) * nets * blocks, forward(critic))], (2 + policy) * by_critics),
+        "sac_act": (forward((1 + policy) * n, actor), (1 + policy) * by_actor),
+        "sac_values": (forward((2 + policy) * nets * n, critic), (2 + policy) * by_critics),
         "sac_value_gradients": ([(1, [losses]), *of_values], (3 + 2 * policy) * by_critics),
-        "sac_action_gradients": ([(blocks, backward(actor))], 3 * by_actor),
+        "sac_action_gradients": (backward(n, actor), 3 * by_actor),
         "weight_gradients": ([gradients(*layer) for layer in layers], 2 * (by_critics + policy * by_actor)),
     }
     if not policy:
