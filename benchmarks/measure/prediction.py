@@ -137,8 +137,7 @@ class Networks(NamedTuple):
 FASTSAC = Networks((100, 512, 256, 128, 58), (129, 768, 384, 192, 101), norm=True)
 """Those of make_fastsac_actor and make_fastsac_critic for a humanoid."""
 
-ATOMS = {"target": (920, 2), "loss": (655, 2), "loss_gradients": (225, 3)}
-ATOMS_OF_POLICY = {"values": (235, 1), "values_gradients": (212, 2)}
+ATOMS = {"target": (920, 2), "loss": (655, 2), "loss_sum": (0, 0)}
 """Launches of :mod:`gpubuf.kernels.categorical`: warp instructions for a row of 101 atoms, which ``tests.gates.ptx``
 has counted, and numbers that they read or write for each atom."""
 
@@ -188,7 +187,8 @@ def of_perceptrons(
     the slowest of its products, its bytes (of a multiprocessor's share of the bandwidth), and a load's latency, of
     which two are under way. A layer begins after three such waits: for what the layer before has stored, the first
     tiles, and the barrier. A layer norm goes through the rows of a layer once more: forward it reads and writes them,
-    backward it reads two numbers for each of these and writes two. A multiprocessor has one program at a time.
+    backward it reads two numbers for each of these and writes two. Outputs replace there what layers that learn have
+    left. A multiprocessor has one program at a time.
 
     What layers leave goes to memory and comes from there, as far as it is more than the second level of cache.
 
@@ -207,11 +207,14 @@ def of_perceptrons(
         return [(-(-rows // block), works)]
 
     def backward(rows: int, widths: Sequence[int], to: int = 0, of: int = 0) -> Programs:
-        """``of`` the rows go to the gradients by ``to`` inputs."""
+        """``of`` the rows go to the gradients by ``to`` inputs, and not to those by weights."""
         block, *_ = tiles = tiles_of(rows, code)
-        works = [product(block, o, i, tiles, block * i * (2 + 4 * norm)) for o, i in pairwise(widths[:0:-1])]
-        more = [*works, product(block, widths[1], to, tiles, block * to)]
-        return [(-(-(rows - of) // block), works), (-(-of // block), more)]
+        learn, more = (
+            [product(block, o, i, tiles, block * i * (moved + 3 * norm)) for o, i in pairwise(widths[:0:-1])]
+            for moved in (3, 2)
+        )
+        more.append(product(block, widths[1], to, tiles, block * to))
+        return [(-(-(rows - of) // block), learn), (-(-of // block), more)]
 
     def gradients(fan_in: int, fan_out: int) -> tuple[int, list[Work]]:
         high, wide = min(height, fan_in), min(across, fan_out)
@@ -228,8 +231,8 @@ def of_perceptrons(
     launches: dict[str, tuple[Programs, int]] = {
         "sac_act": (forward((1 + policy) * n, actor), (1 + policy) * by_actor),
         "sac_values": (forward((2 + policy) * nets * n, critic), (2 + policy) * by_critics),
-        "sac_value_gradients": ([*of_values, (1, [losses])], (1 + policy) * (2 + norm) * by_critics),
-        "sac_action_gradients": (backward(n, actor), (2 + norm) * by_actor),
+        "sac_value_gradients": ([(1, [losses]), *of_values], (3 + 2 * policy) * by_critics),
+        "sac_action_gradients": (backward(n, actor), 3 * by_actor),
         "weight_gradients": ([gradients(*layer) for layer in layers], 2 * (by_critics + policy * by_actor)),
     }
     if not policy:
@@ -248,8 +251,7 @@ def of_perceptrons(
         operations, moved = (sum(count * work[i] for count, works in kinds for work in works) for i in (1, 2))
         took = LAUNCH + WARM.memory + max(*free, 4 * numbers * beyond)
         found[name] = Launched(sum(count for count, _ in kinds), operations, moved, took)
-    by_atoms = ATOMS | ATOMS_OF_POLICY if policy else ATOMS
-    for name, (instructions, numbers) in by_atoms.items() if critic[-1] > 1 else ():
+    for name, (instructions, numbers) in ATOMS.items() if critic[-1] > 1 else ():
         issued = nets * n * instructions * MACHINE_CODE / FULL / target.processors / target.clock
         moved = 4.0 * nets * n * critic[-1] * numbers
         took = LAUNCH + WARM.memory + max(issued, moved / target.bandwidth)
