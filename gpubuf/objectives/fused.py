@@ -175,6 +175,7 @@ class FusedSACUpdate(Update):
     def _scratch(self, n: int, policy: bool, precision: int) -> Scratch:
         """Memory for n rows. A graph's lies in the pool of that graph."""
         new, count, parts = self.actor.like.new_empty, len(self.critics.nets), perceptrons.parts_of
+        drawn = (1 + policy) * n
 
         def hidden(net: Perceptrons, *rows: int) -> list[Tensor]:
             """What layers compute, and with norms the inverse standard deviation of each row."""
@@ -186,7 +187,7 @@ class FusedSACUpdate(Update):
             return [*(new(*rows, width) for width in net.sizes[1:]), *(new(*sums, width) for width in normed)]
 
         return Scratch(
-            hidden(self.actor, 2 * n), new(2 * n, self.size), new(2 * n), hidden(self.critics, 2 + policy, count, n),
+            hidden(self.actor, drawn), new(drawn, self.size), new(drawn), hidden(self.critics, 2 + policy, count, n),
             deltas(self.critics, (count, parts(n, (1 + policy) * count, precision)), 1 + policy, count, n),
             new(count, n, self.size), deltas(self.actor, (parts(n, 1, precision),), n),
         )  # fmt: skip
@@ -217,16 +218,13 @@ class FusedSACUpdate(Update):
         assert precision is not None
         memory = self._scratch(n, policy, precision)
         next_entropy, reduction = loss.temperature_from == "next", self._code[1]
-        if loss.min_log_alpha is not None:
-            # Within its bounds from now on.
-            loss.alpha  # noqa: B018
         if (policy or next_entropy) and not loss._target_entropy_known:
             loss._learn_target_entropy(memory.drawn[n:], rows)
         state, after = dense(batch.get(self._states[0])), dense(following.get(self._states[0]))
         action = dense(batch.get(self._action))
         weight, _ = self._weighting(batch, rows, target=True)
         reward, terminated, steps = (None if x is None else dense(x) for x in loss.bootstrap_rows(batch, rows))
-        noise = torch.randn_like(memory.drawn[: n * (1 + policy)])
+        noise = torch.randn_like(memory.drawn)
         scalars = state.new_empty(len(perceptrons.SCALARS))
         head = *self._of_actor, given.head, given.head_values, given.bounds
         perceptrons.sac_act(
@@ -240,7 +238,7 @@ class FusedSACUpdate(Update):
             after, state, action, memory.drawn, self.target_critics.tensors, self.critics.tensors, *of_values, policy,
             precision, memory.critics_hidden, q,
         )  # fmt: skip
-        log_alpha, returns = loss.log_alpha.detach(), (reward, terminated, loss._value_estimator.gamma, steps)
+        log_alpha, returns = loss.bounded_log_alpha(), (reward, terminated, loss._value_estimator.gamma, steps)
         found: dict[str, Tensor] = {}
         error, mass, average = state.new_empty(n), None, False
         if q is not None:

@@ -164,12 +164,15 @@ class SoftActorCritic(LossModule):
         parts = [action] if isinstance(action, Tensor) else action.values(True, True)
         self.target_entropy = self._automatic_entropy(sum(part.shape[len(shape) :].numel() for part in parts))
 
+    def bounded_log_alpha(self) -> Tensor:
+        """``log_alpha``, within its bounds from now on, without gradient."""
+        log_alpha = self.log_alpha.detach()
+        return log_alpha if self.min_log_alpha is None else log_alpha.clamp_(self.min_log_alpha, self.max_log_alpha)
+
     @property
     def alpha(self) -> Tensor:
         """The temperature, within its bounds, ``[]``, without gradient."""
-        if self.min_log_alpha is not None:
-            self.log_alpha.detach().clamp_(self.min_log_alpha, self.max_log_alpha)
-        return self.log_alpha.detach().exp()
+        return self.bounded_log_alpha().exp()
 
     _alpha = alpha
 

@@ -116,7 +116,7 @@ def sac_values(
     online: Sequence[Tensor], columns: Sequence[int], activation: int, eps: float | None, turned: bool,
     support: Sequence[float], policy: bool, precision: int, hidden: Sequence[Tensor], q: Tensor | None,
 ) -> None:  # fmt: skip
-    following, own = drawn.chunk(2)
+    following, own = drawn[: len(state)], drawn[len(state) :]
     jobs = ((next_state, following, target), (state, action, online), (state, own, online))
     for kind, (states, actions, params) in enumerate(jobs[: 2 + policy]):
         x = torch.cat([states, actions] if columns[0] == 0 else [actions, states], -1)
@@ -135,7 +135,7 @@ def sac_value_gradients(
     scalars: Tensor,
 ) -> None:  # fmt: skip
     alpha, one, n = log_alpha.exp(), q.new_ones(()), q.shape[-1]
-    following, own = log_prob.chunk(2)
+    following, own = log_prob[:n], log_prob[n:]
     nets = _Nets(online, hidden, turned, activation, eps, precision)
     logits = hidden[nets.depth]
     _, norm = values.reduced(q.new_empty(n), weight, None, reduction)
