@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.measure.results import newest_runs
-from benchmarks.studies import learning, rsl_rl, speed
-from gpubuf import cli
+from benchmarks.studies import cheetah, learning, rsl_rl, speed
+from gpubuf import cli, learner
+from gpubuf.objectives.explicit import SACUpdate
+from gpubuf.objectives.fused import FusedSACUpdate
+from gpubuf.train.config import TrainConfig
 from tests.support import rsl_rl_stand_in
 
 TINY = ["--learning-starts", "240", "--eval-every", "100", "--eval-episodes", "2"]
@@ -164,3 +167,46 @@ def test_runs_in_rsl_rls_runner_are_kept_beside_others(tmp_path: Path, monkeypat
         assert [point[0] for point in one["points"]] == [0, 40]
         assert all(-2000 < value < 0 for _, _, value in one["points"])
         assert one["points"][-1][1:] == [one["processor_seconds"], one["mean_return"]]
+
+
+def test_every_way_to_the_gradients_is_taken_and_learns_the_same(monkeypatch: pytest.MonkeyPatch):
+    """The learner's update is that of the way; on short runs returns differ by rounding alone."""
+    update_of, taken, found = learner.update_of, list[type](), {}
+
+    def noted(*given):
+        update = update_of(*given)
+        taken.append(type(update))
+        return update
+
+    monkeypatch.setattr(learner, "update_of", noted)
+    monkeypatch.setattr("gpubuf.train.run.draw_curve", lambda *_: None)
+    config = TrainConfig(
+        env="torch/Pendulum", seed=3, num_envs=1, total_steps=60, learning_starts=20, batch_size=16, hidden=(16, 16),
+        eval_every=30, eval_episodes=2,
+    )  # fmt: skip
+    before = learner.KNOWN
+    for way, update in zip(cheetah.WAYS, ([], [SACUpdate], [FusedSACUpdate]), strict=True):
+        found[way] = cheetah.curve(way, config)
+        assert taken == update
+        taken.clear()
+    assert learner.KNOWN is before
+    truth = found["autograd"]
+    assert [step for step, _ in truth["points"]] == [30, 60]
+    for one in found.values():
+        assert (one["seed"], one["steps"], len(one["returns"])) == (3, 60, 2)
+        assert one["returns"] == pytest.approx(truth["returns"], rel=1e-3)
+
+
+def test_ways_to_the_gradients_are_kept_beside_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In the order of the table, whatever was run first; a run again counts once."""
+    runs = iter(range(9))
+    monkeypatch.setattr(cheetah, "curve", lambda way, config: {"way": way, "seed": config.seed, "run": next(runs)})
+    out = tmp_path / "results.json"
+    autograd, formulas, operations = cheetah.WAYS
+    for arguments in (
+        ["--seeds", "1", "0", "--ways", operations, autograd],
+        ["--seeds", "0", "--ways", formulas, autograd],
+    ):
+        cheetah.main([*arguments, "--out", str(out)])
+    found = [tuple(each.values()) for each in json.loads(out.read_text())["cheetah"]]
+    assert found == [(autograd, 0, 5), (autograd, 1, 1), (formulas, 0, 4), (operations, 0, 2), (operations, 1, 0)]
