@@ -6,7 +6,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any, Protocol, cast
@@ -22,7 +22,7 @@ from gpubuf.data.storage.layout import priority_mask_key
 from gpubuf.data.transforms import Compose
 from gpubuf.modules.linear import _hooks_of_all
 from gpubuf.objectives.base import LossModule, _check_updater
-from gpubuf.objectives.explicit import KNOWN, UnknownError, Update, update_of
+from gpubuf.objectives.explicit import KNOWN, UnknownError, Update, no_step, update_of
 from gpubuf.objectives.fused import FUSED, precision_of_products
 from gpubuf.optim import AdamW
 
@@ -48,19 +48,21 @@ class Learner:
     the loss are read on the device, and need none. An update that can't be captured runs eagerly, and a warning says
     why, once.
 
-    :class:`~gpubuf.objectives.SACLoss` of plain perceptrons (see :mod:`gpubuf.modules`), and on a CPU
-    :class:`~gpubuf.objectives.TD3Loss`, have their gradients written out, without autograd: the same up to rounding,
-    and faster. On a GPU whole networks are then one launch (:mod:`gpubuf.kernels.perceptrons`), by TF32 where
-    ``torch.set_float32_matmul_precision("high")`` allows it, and in bfloat16 under autocast. Gradients are written into
-    the same memory at each call, and are the ``grad`` of the parameters. All else, and parameters with hooks, goes
-    through autograd.
+    :class:`~gpubuf.objectives.SACLoss` of plain perceptrons (see :mod:`gpubuf.modules`), on a CPU
+    :class:`~gpubuf.objectives.TD3Loss`, and on a GPU :meth:`FastSAC's loss
+    <gpubuf.objectives.DistributionalSACLoss.fastsac>`, have their gradients written out, without autograd: the same up
+    to rounding, and faster. On a GPU whole networks are then one launch (:mod:`gpubuf.kernels.perceptrons`), by
+    TF32 where ``torch.set_float32_matmul_precision("high")`` allows it, and in bfloat16 under autocast. Gradients
+    are written into the same memory at each call, and are the ``grad`` of the parameters. All else, and parameters
+    with hooks, goes through autograd.
 
     Args:
         loss: a loss of :mod:`gpubuf.objectives` or another library, or a function: it takes a batch, and returns a
             TensorDict or dict whose entries ``"loss_*"`` are minimised together, or ``"loss"`` if there is no such
             entry. It writes priorities into the batch.
         optimizer: of the parameters that learn.
-        buffer: what batches are drawn from, and priorities given back to. None: each call gets a batch.
+        buffer: what batches are drawn from, always without autocast, and priorities given back to. None: each call gets
+            a batch.
         target: moves the targets after each step; None where the optimiser does it, or there are none.
         capture: whether to capture on a GPU.
     """
@@ -136,18 +138,21 @@ class Learner:
     def _update(self, batch: TensorDictBase | None, policy: bool) -> tuple[TensorDict, dict[Any, Tensor]]:
         """(the losses, what was written into the batch)."""
         if batch is None:
-            batch = self.buffer.sample()
+            kind = self._device.type
+            # Autocast is for the loss, and not for networks among the buffer's transforms.
+            with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
+                batch = self.buffer.sample()
         assert batch is not None
         explicit = self._known()
         if explicit is not None and explicit.fits(batch):
-            losses = explicit.prepare(batch, policy)
+            losses, step_of = explicit.prepare(batch, policy)
             if not self.loss.nan_named:
                 self.loss._look_for_nan(batch, losses)
         else:
-            explicit, losses = None, self._gradients(batch, policy)
+            losses, step_of = self._gradients(batch, policy), no_step
         moving = policy or not getattr(self.loss, "delayed_targets", False)
         with self._giving_priorities(batch):
-            step = None if explicit is None else explicit.step_of(self.optimizer)
+            step = step_of(self.optimizer)
             if isinstance(self.optimizer, AdamW):
                 more: dict[str, Any] = {} if step is None else {"fused": step}
                 self.optimizer.step(targets=moving, **more)
@@ -198,7 +203,7 @@ class Learner:
 
     def _known(self) -> Update | None:
         """The update that is written out, if there is one for the loss as it is."""
-        if type(self.loss) not in KNOWN or _modes():
+        if type(self.loss) not in self._forms or _modes():
             return None
         if torch.is_autocast_enabled("cpu") or torch._C._are_functorch_transforms_active():
             return None
@@ -217,11 +222,15 @@ class Learner:
         watch = Watch(*parts)
         self.reset()
         self._explicit = None
-        on_gpu = self._device.type in graphs.GRAPH_DEVICES
         with contextlib.suppress(UnknownError):
             learning = [each for group in self.optimizer.param_groups for each in group["params"]]
-            self._explicit = update_of(self.loss, learning, FUSED if on_gpu else KNOWN)
+            self._explicit = update_of(self.loss, learning, self._forms)
         self._watch = watch
+
+    @property
+    def _forms(self) -> Mapping[type, type[Update]]:
+        """The updates that are written out for the device, by the loss."""
+        return FUSED if self._device.type in graphs.GRAPH_DEVICES else KNOWN
 
     # --- graphs ---
 

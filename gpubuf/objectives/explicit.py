@@ -20,7 +20,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from gpubuf.kernels import td
+from gpubuf.kernels import perceptrons, td
 from gpubuf.kernels._operations import dense
 from gpubuf.kernels.sac import _cpu as entropies
 from gpubuf.kernels.tanh_normal import _cpu as density
@@ -28,7 +28,8 @@ from gpubuf.kernels.td import _cpu as values
 from gpubuf.modules.fast_call import hooked, is_plain
 from gpubuf.modules.linear import ONEDNN_WORK, PLAIN_LINEAR, EnsembleLinear, _hooks_of_all, multiplied, worth_onednn
 from gpubuf.modules.mlp import MLP
-from gpubuf.modules.sac import GaussianParameters, TanhNormalActor, TanhNormalHead
+from gpubuf.modules.norms import LayerNorm
+from gpubuf.modules.sac import GaussianParameters, SquashedGaussianParameters, TanhNormalActor, TanhNormalHead
 from gpubuf.modules.tanh_normal import TanhNormal
 from gpubuf.objectives.base import LossModule
 from gpubuf.objectives.batch import LOSS_FUNCTIONS, REDUCTIONS, next_state, reduced
@@ -171,11 +172,23 @@ class Memory:
         return found[:size].view(shape)
 
 
+class Places(NamedTuple):
+    """Where parameters are among tensors.
+
+    Attributes:
+        layers: weight and bias, or None, of each layer.
+        norms: scale and shift of the layer norm behind each hidden layer; empty if there are none.
+    """
+
+    layers: list[tuple[int, int | None]]
+    norms: list[tuple[int, int | None]]
+
+
 class Perceptrons:
     """N perceptrons and their gradients.
 
     Args:
-        places: of each layer, the places of weight and bias (or None) among the tensors.
+        places: of the parameters among the tensors.
         tensors: the parameters of an actor, or of N critics.
         stacked: whether a parameter is that of N nets, else that of one.
         turned: whether weights are ``[out, in]``.
@@ -184,24 +197,26 @@ class Perceptrons:
 
     def __init__(
         self,
-        places: Sequence[tuple[int, int | None]],
+        places: Places,
         tensors: Sequence[Tensor],
         stacked: bool,
         turned: bool,
         memory: Memory,
     ) -> None:
         def nets(found: Sequence[Tensor | None]) -> list[list[Layer]]:
-            count = len(tensors[places[0][0]]) if stacked else 1
+            count = len(tensors[places.layers[0][0]]) if stacked else 1
             each = [[None] * count if one is None else one.unbind() if stacked else [one] for one in found]
             none = [None] * count
-            layers = [zip(each[weight], none if bias is None else each[bias], strict=True) for weight, bias in places]
+            layers = [
+                zip(each[weight], none if bias is None else each[bias], strict=True) for weight, bias in places.layers
+            ]
             return [[of_layer(*parts) for parts in net] for net in zip(*layers, strict=True)]
 
         def of_layer(weight: Tensor | None, bias: Tensor | None) -> Layer:
             weight = weight.t() if turned and weight is not None else weight
             return Layer(weight, None if bias is None else bias.view(-1))
 
-        used = [place for layer in places for place in layer if place is not None]
+        used = [place for part in (*places.layers, *places.norms) for place in part if place is not None]
         if len({id(tensors[place]) for place in used}) < len(used):
             raise UnknownError("layers that share parameters")
         learning = [tensor if tensor.requires_grad and i in used else None for i, tensor in enumerate(tensors)]
@@ -209,9 +224,10 @@ class Perceptrons:
         self.gradients = [(each, torch.empty_like(each).detach()) for each in learning if each is not None]
         gradients = iter(gradient for _, gradient in self.gradients)
         kept = [None if each is None else next(gradients) for each in learning]
-        #: Weight and bias of each layer, of all nets, and the memory for their gradients, as the parameters are.
+        #: Weight and bias of each layer, scale and shift of each norm, of all nets, and the memory for their gradients,
+        #: as the parameters are.
         self.tensors, self.into = [tensors[place].detach() for place in used], [kept[place] for place in used]
-        self.turned = turned
+        self.turned, self.norms = turned, len(places.norms)
         self.nets, self._into = nets([tensor.detach() for tensor in tensors]), nets(kept)
         self.like: Tensor = self.nets[0][0].weight
         #: Its widths: inputs, hidden layers, outputs.
@@ -295,28 +311,52 @@ class Perceptrons:
 # --- what is known ----------------------------------------------------------------------------------------------------
 
 
+_ACTIVATIONS = {"relu": nn.ReLU, "silu": nn.SiLU}
+
+
+def _activation_of(part: nn.Module) -> type | None:
+    """The kind of activation that a part is, or ends with."""
+    if type(part) is LayerNorm:
+        return _ACTIVATIONS.get(cast(str, part.activation))
+    return type(part) if type(part) in _ACTIVATIONS.values() else None
+
+
 def _activation(parts: Iterable[nn.Module], known: Sequence[type]) -> type:
     """The only kind of activation among ``parts``, which is one of those known; the first of these if there is none."""
-    found = {type(part) for part in parts} & {nn.ReLU, nn.SiLU}
+    found = {kind for kind in map(_activation_of, parts) if kind is not None}
     if len(found) > 1 or not found <= {*known}:
         raise UnknownError("other activations")
     return found.pop() if found else known[0]
 
 
-def _perceptron(parts: Iterable[nn.Module], kinds: tuple[type, ...], activation: type) -> list[nn.Module]:
-    """The linear layers among ``parts``, which have an activation between each two, and nothing else."""
+def _perceptron(
+    parts: Iterable[nn.Module], kinds: tuple[type, ...], activation: type
+) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The linear layers among ``parts``, and the norms behind the hidden ones, if there are any.
+
+    Between each two layers there is an activation, or a norm that ends with one, and nothing else.
+    """
     found = list(parts)
-    if len(found) % 2 == 0 or any(type(p) not in ((activation,) if i % 2 else kinds) for i, p in enumerate(found)):
+    linear, between = found[::2], found[1::2]
+    norms = [part for part in between if type(part) is LayerNorm]
+    if (
+        len(linear) == len(between)
+        or any(type(part) not in kinds for part in linear)
+        or any(_activation_of(part) is not activation for part in between)
+        or len(norms) not in (0, len(between))
+        or len({part.eps for part in norms}) > 1
+        or any(part.bias is None for part in norms)
+    ):
         raise UnknownError(f"a network of {', '.join(type(part).__name__ for part in found)}")
-    return found[::2]
+    return linear, cast("list[nn.Module]", norms)
 
 
-def _places(linear: Sequence[nn.Module], tensors: Sequence[Tensor]) -> list[tuple[int, int | None]]:
-    """Where the parameters of layers are among ``tensors``."""
+def _places(parts: Iterable[Sequence[nn.Module]], tensors: Sequence[Tensor]) -> Places:
+    """Where the parameters of layers and of norms are among ``tensors``."""
     index = {id(tensor): i for i, tensor in enumerate(tensors)}
     try:
-        own = [(part._parameters["weight"], part._parameters.get("bias")) for part in linear]
-        return [(index[id(weight)], None if bias is None else index[id(bias)]) for weight, bias in own]
+        own = [[(part._parameters["weight"], part._parameters.get("bias")) for part in some] for some in parts]
+        return Places(*([(index[id(w)], None if b is None else index[id(b)]) for w, b in some] for some in own))
     except KeyError:
         raise UnknownError("a parameter that was replaced") from None
 
@@ -337,17 +377,15 @@ def _critics(loss: Any, activation: type, memory: Memory) -> tuple[Perceptrons, 
     """The critics that learn, and those of the targets."""
     own = loss._critics
     if type(own) is BatchedCritics and own._is_mlp and own._online.module is own.network:
-        places = _places(_perceptron(own.network.module.layers, (EnsembleLinear,), activation), own._tensors)
-        turned = False
+        parts = _perceptron(own.network.module.layers, (EnsembleLinear,), activation)
+        places, turned = _places(parts, own._tensors), False
     elif type(own) is StackedCritics and own._layers is not None and not own._shared:
-        places, turned = cast("list[tuple[int, int | None]]", own._layers[::2]), True
+        places, turned = Places(cast("list[tuple[int, int | None]]", own._layers[::2]), []), True
         if len(own._layers) % 2 == 0 or any(type(each) is not activation for each in own._layers[1::2]):
             raise UnknownError("critics with other activations")
     else:
         raise UnknownError(f"critics of {type(own.network).__name__}")
     mine, targets = Perceptrons(places, own._tensors, True, turned, memory), own._target_tensors
-    if mine.outputs != 1:
-        raise UnknownError("critics with several values")
     return mine, mine if targets is None else Perceptrons(places, targets, True, turned, memory)
 
 
@@ -359,6 +397,23 @@ def _modules(loss: Any) -> list[nn.Module]:
 def _replaced(part: nn.Module) -> bool:
     """Whether a method of its class has a substitute among its attributes."""
     return any(callable(getattr(type(part), name, None)) for name in vars(part))
+
+
+def no_step(optimizer: Any) -> Fused | None:
+    """Gradients are set, and the optimiser steps itself."""
+    return None
+
+
+class Prepared(NamedTuple):
+    """What an update has computed.
+
+    Attributes:
+        losses: and the scalars of the loss.
+        step_of: of an optimiser, what makes its step; None: it steps itself, by gradients that are then set.
+    """
+
+    losses: dict[str, Tensor]
+    step_of: Callable[[Any], Fused | None] = no_step
 
 
 class Update(abc.ABC):
@@ -375,6 +430,8 @@ class Update(abc.ABC):
     loss: Any
     #: Between layers: one of them everywhere.
     activations: tuple[type, ...] = (nn.ReLU,)
+    #: Whether there may be layer norms, and critics with several outputs.
+    knows_more = False
 
     def __init__(self, loss: LossModule, parameters: Iterable[Tensor]) -> None:
         self.loss = loss
@@ -389,6 +446,8 @@ class Update(abc.ABC):
         self.critics, self.target_critics = _critics(loss, activation, memory)
         self.actor, self.target_actor = _actor(loss, self._core(loss.actor_network), activation, memory)
         self.activation = activation
+        if not self.knows_more and (self.actor.norms or self.critics.norms or self.critics.outputs != 1):
+            raise UnknownError("norms, or critics with several outputs")
         learning = [each for each in loss.parameters() if each.requires_grad]
         owned = {id(each) for net in (self.actor, self.critics) for each, _ in net.gradients}
         if {id(each) for each in learning} - {id(getattr(loss, "log_alpha", None))} != owned:
@@ -419,7 +478,7 @@ class Update(abc.ABC):
         """The perceptron of an actor."""
 
     @abc.abstractmethod
-    def _gradients(self, batch: TensorDictBase, policy: bool) -> dict[str, Tensor]:
+    def _gradients(self, batch: TensorDictBase, policy: bool) -> Prepared:
         """See the call."""
 
     def fits(self, batch: TensorDictBase) -> bool:
@@ -447,10 +506,6 @@ class Update(abc.ABC):
             critics += width if key in self._of_critics else 0
         return (actor, critics, size) == (self.actor.inputs, self.critics.inputs, self.size)
 
-    def step_of(self, optimizer: Any) -> Fused | None:
-        """After :meth:`prepare`: what makes the optimiser's step. None: it steps itself, by gradients that are set."""
-        return None
-
     def __call__(self, batch: TensorDictBase, policy: bool = True) -> dict[str, Tensor]:
         """Set the gradients of all parameters that learn from the batch, and write its priorities into it.
 
@@ -461,13 +516,13 @@ class Update(abc.ABC):
         Returns:
             The losses, and the scalars of the loss.
         """
-        losses = self.prepare(batch, policy)
-        self.step_of(None)
+        losses, step_of = self.prepare(batch, policy)
+        step_of(None)
         return losses
 
     @torch.no_grad()
-    def prepare(self, batch: TensorDictBase, policy: bool) -> dict[str, Tensor]:
-        """The call, but for gradients that :meth:`step_of` may make unnecessary."""
+    def prepare(self, batch: TensorDictBase, policy: bool) -> Prepared:
+        """The call, but for gradients that an optimiser may make unnecessary."""
         idle = [] if policy else [parameter for parameter, _ in self.actor.gradients]
         for parameter in (*self._rest, *idle):
             parameter.grad = None
@@ -541,30 +596,62 @@ class Update(abc.ABC):
         return value, entropy, of_action, of_log_prob
 
 
+class Policy(NamedTuple):
+    """A tanh-normal policy.
+
+    Attributes:
+        core: its perceptron.
+        head, head_values: what makes a scale of the core's result, see :mod:`gpubuf.kernels.perceptrons`.
+        low, high: bounds of the actions, ``[A]``, or None for the numbers ``bounds``.
+    """
+
+    core: nn.Module
+    head: int
+    head_values: tuple[float, float]
+    low: Tensor | None
+    high: Tensor | None
+    bounds: tuple[float, float]
+
+
+def policy_of(loss: Any) -> Policy:
+    """The policy of a loss."""
+    network = loss.actor_network
+    if type(network) is not TanhNormalActor:
+        raise UnknownError(f"an actor of {type(network).__name__}")
+    first, head = cast("list[Any]", network.module)
+    parts = first.module if is_plain(first, outputs=2) else ()
+    if type(parts) is not nn.Sequential or len(parts) != 2:
+        raise UnknownError("a policy of another form")
+    core, parameters = parts
+    scale: tuple[int, tuple[float, float]]
+    if type(parameters) is GaussianParameters:
+        scale = perceptrons.SOFTPLUS, (parameters.shift, parameters.scale_lb)
+    elif type(parameters) is SquashedGaussianParameters:
+        scale = perceptrons.SQUASHED, (parameters.log_centre, parameters.log_half)
+    else:
+        raise UnknownError("a policy of another form")
+    if head.out_keys[0] != loss.tensor_keys.action or head.distribution_class is not TanhNormal:
+        raise UnknownError("a policy of another distribution")
+    options: Any = head.distribution_kwargs or {}
+    if isinstance(head, TanhNormalHead):
+        return Policy(core, *scale, head.low, head.high, (-1.0, 1.0))
+    if set(options) <= {"low", "high"} and not any(isinstance(each, Tensor) for each in options.values()):
+        return Policy(core, *scale, None, None, (options.get("low", -1.0), options.get("high", 1.0)))
+    raise UnknownError("a policy of another distribution")
+
+
 class SACUpdate(Update):
     """Soft actor-critic: :class:`~gpubuf.objectives.SACLoss` of a tanh-normal policy."""
 
     def _core(self, network: Any) -> nn.Module:
         loss = self.loss
-        if loss.value_network_params is not None or (loss.actor_value, loss.temperature_loss) != ("min", "log_alpha"):
+        variant = loss.actor_value, loss.temperature_from, loss.temperature_loss
+        if loss.value_network_params is not None or variant != ("min", "current", "log_alpha"):
             raise UnknownError("a variant of SAC")
-        if type(network) is not TanhNormalActor or loss.temperature_from != "current":
-            raise UnknownError(f"an actor of {type(network).__name__}")
-        first, head = cast("list[Any]", network.module)
-        parts = first.module if is_plain(first, outputs=2) else ()
-        if type(parts) is not nn.Sequential or len(parts) != 2 or type(parts[1]) is not GaussianParameters:
+        self._policy = policy_of(loss)
+        if self._policy.head != perceptrons.SOFTPLUS:
             raise UnknownError("a policy of another form")
-        if head.out_keys[0] != loss.tensor_keys.action or head.distribution_class is not TanhNormal:
-            raise UnknownError("a policy of another distribution")
-        self._gaussian = parts[1]
-        options: Any = head.distribution_kwargs or {}
-        if isinstance(head, TanhNormalHead):
-            self._bounds: Any = (head.low, head.high, -1.0, 1.0)
-        elif set(options) <= {"low", "high"} and not any(isinstance(each, Tensor) for each in options.values()):
-            self._bounds = (None, None, options.get("low", -1.0), options.get("high", 1.0))
-        else:
-            raise UnknownError("a policy of another distribution")
-        return parts[0]
+        return self._policy.core
 
     @property
     def size(self) -> int:
@@ -573,15 +660,17 @@ class SACUpdate(Update):
     def _draw(self, actor: Perceptrons, *steps: TensorDictBase) -> list[tuple[Tensor, ...]]:
         """(action, its log-density, what softplus got, loc, scale, noise) for each step; noise is drawn for the last
         one first."""
+        policy = self._policy
         loc, raw = actor.forward(*map(self._inputs, steps))[0].chunk(2, -1)
-        loc, raw = loc.contiguous(), raw + self._gaussian.shift
-        scale = nn.functional.softplus(raw).add_(self._gaussian.scale_lb)
+        shift, smallest = policy.head_values
+        loc, raw = loc.contiguous(), raw + shift
+        scale = nn.functional.softplus(raw).add_(smallest)
         noise = [torch.randn(len(loc) // len(steps), self.size, dtype=self.dtype, device=loc.device) for _ in steps]
         drawn = loc, scale, torch.cat(noise[::-1])
-        found = *_sample(*drawn, *self._bounds, *loc.shape), raw, *drawn
+        found = *_sample(*drawn, policy.low, policy.high, *policy.bounds, *loc.shape), raw, *drawn
         return list(zip(*(each.chunk(len(steps)) for each in found), strict=True))
 
-    def _gradients(self, batch: TensorDictBase, policy: bool) -> dict[str, Tensor]:
+    def _gradients(self, batch: TensorDictBase, policy: bool) -> Prepared:
         loss, alpha = self.loss, self.loss.alpha
         seen = loss._seen(batch)
         following = next_state(seen)
@@ -593,15 +682,15 @@ class SACUpdate(Update):
         if policy:
             losses |= self._learn_policy(seen, alpha, *(drawn or self._draw(self.actor, seen)))
         loss._set_priority(batch, seen, error)
-        return losses
+        return Prepared(losses)
 
     def _learn_policy(self, seen: TensorDictBase, alpha: Tensor, drawn: tuple[Tensor, ...]) -> dict[str, Tensor]:
         loss, (action, log_prob, raw, *given) = self.loss, drawn
         if not loss._target_entropy_known:
             loss._learn_target_entropy(action, log_prob.shape)
         value, entropy, of_action, of_log_prob = self._learn_actions(seen, action, log_prob, alpha)
-        low, high, *values = self._bounds
-        of_loc, of_scale = _sample_backward(*given, low, high, of_action, of_log_prob, *values, *action.shape)
+        low, high, bounds = self._policy[3:]
+        of_loc, of_scale = _sample_backward(*given, low, high, of_action, of_log_prob, *bounds, *action.shape)
         of_raw = torch.ops.aten.softplus_backward(of_scale, raw, 1, 20)
         torch.cat([of_loc, of_raw], -1, out=self.actor.grad[0])
         self.actor.backward()
@@ -626,7 +715,7 @@ class TD3Update(Update):
             raise UnknownError("a policy that writes its action elsewhere")
         return parts[0]
 
-    def _gradients(self, batch: TensorDictBase, policy: bool) -> dict[str, Tensor]:
+    def _gradients(self, batch: TensorDictBase, policy: bool) -> Prepared:
         loss = self.loss
         seen = loss._seen(batch)
         losses = self._learn_policy(seen) if policy else {}
@@ -636,7 +725,7 @@ class TD3Update(Update):
         action = noise.add_(action).clamp_(loss.min_action, loss.max_action)
         value, error = self._learn_values(seen, following, action)
         loss._set_priority(batch, seen, error.square_())
-        return {**losses, "loss_qvalue": value}
+        return Prepared({**losses, "loss_qvalue": value})
 
     def _learn_policy(self, seen: TensorDictBase) -> dict[str, Tensor]:
         action = self.actor.forward(self._inputs(seen))[0].tanh()

@@ -6,7 +6,7 @@ What a loss may be is what :mod:`gpubuf.objectives.explicit` knows, and less: se
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,12 +14,14 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from gpubuf.data.recording import at_replays
-from gpubuf.kernels import perceptrons
+from gpubuf.kernels import categorical, perceptrons, td
 from gpubuf.kernels._operations import dense
 from gpubuf.kernels.norms import RELU, SILU
+from gpubuf.modules.norms import LayerNorm
 from gpubuf.objectives.base import LossModule
 from gpubuf.objectives.batch import next_state
-from gpubuf.objectives.explicit import Perceptrons, SACUpdate, UnknownError, Update
+from gpubuf.objectives.distributional import PRIORITIES, TARGETS, DistributionalSACLoss
+from gpubuf.objectives.explicit import Perceptrons, Prepared, UnknownError, Update, policy_of
 from gpubuf.objectives.sac import SACLoss
 from gpubuf.objectives.values import TD0Estimator
 from gpubuf.optim.adamw import AdamW, Fused
@@ -51,69 +53,77 @@ class Products(NamedTuple):
         return Products(*(some + more for some, more in zip(self, other, strict=True)))
 
 
+def products_of(
+    into: list[Tensor], sizes: Sequence[int], turned: bool, inputs: list[tuple[Tensor, int]], hidden: Sequence[Tensor],
+    deltas: Sequence[Tensor],
+) -> Products:  # fmt: skip
+    """The gradients of all parameters of N nets.
+
+    Args:
+        into: memory for them: of weight and bias of each layer, then of scale and shift of each norm.
+        sizes: widths of the nets.
+        turned: whether weights are ``[out, in]``.
+        inputs: the parts of their input ``[n, width]``, and the first column of each.
+        hidden: outputs of hidden layers, first.
+        deltas: gradients by what layers compute, ``[N, n, width]``, and then sums by scales and shifts.
+    """
+    depth, found = len(sizes) - 1, Products([], [], [], [], [])
+    count = into[0].numel() // (sizes[0] * sizes[1])
+    for i in range(depth):
+        for x, start in [(hidden[i - 1], 0)] if i else inputs:
+            shape = count, i == 0, start, x.shape[-1], sizes[i], sizes[i + 1], turned
+            for part, more in zip(found[:4], (x, deltas[i], into[2 * i], into[2 * i + 1]), strict=True):
+                part.append(more)
+            found.shapes.extend(map(int, shape))
+    for sums, vector in zip(deltas[depth:], into[2 * depth :], strict=True):
+        for part, more in zip(found[:4], (sums, sums, vector, vector), strict=True):
+            part.append(more)
+        found.shapes.extend((count, 0, 0, 0, 0, sums.shape[-1], 0))
+    return found
+
+
 class Scratch(NamedTuple):
     """Memory of an update of n rows, N critics and A components of an action; see the kernels for what is in it."""
 
     of_actor: list[Tensor]
-    head: Tensor
     drawn: Tensor
     log_prob: Tensor
     of_critics: list[Tensor]
-    q: Tensor
     critics_deltas: list[Tensor]
-    grad_q: Tensor
     grad_action: Tensor
     actor_deltas: list[Tensor]
-    grad_head: Tensor
 
 
-def products_of(
-    net: Perceptrons, inputs: list[tuple[Tensor, int]], hidden: list[Tensor], grads: list[Tensor]
-) -> Products:
-    """The gradients of all layers.
-
-    Args:
-        net: whose gradients they are.
-        inputs: the parts of its input ``[n, width]``, and the first column of each.
-        hidden: sums of its hidden layers ``[N, n, width]``.
-        grads: by the sums of all layers.
-    """
-    count, found = len(net.nets), Products([], [], [], [], [])
-    for i, (weight, bias) in enumerate(zip(net.into[::2], net.into[1::2], strict=True)):
-        fan_in, fan_out = net.sizes[i : i + 2]
-        for x, start in [(hidden[i - 1], 0)] if i else inputs:
-            found.inputs.append(x)
-            found.grads.append(grads[i])
-            found.weights.append(cast(Tensor, weight))
-            found.biases.append(cast(Tensor, bias))
-            found.shapes.extend((count, i == 0, start, x.shape[-1], fan_in, fan_out, net.turned, i > 0))
-    return found
+def _eps(norms: Iterable[nn.Module]) -> float | None:
+    return next((part.eps for part in norms if type(part) is LayerNorm), None)
 
 
-class FusedSACUpdate(SACUpdate):
-    """Soft actor-critic: :class:`~gpubuf.objectives.SACLoss` of a tanh-normal policy, whole networks in one launch.
+class FusedSACUpdate(Update):
+    """Soft actor-critic of a tanh-normal policy, whole networks in one launch.
 
-    Actor and critics are float32 perceptrons with at least one hidden layer, all with ReLU or all with SiLU, biases
-    everywhere and nothing frozen. The
-    actor reads one entry, and critics that entry and the action. Targets are those of one step. Precision is that of
-    PyTorch's products: TF32 where ``torch.set_float32_matmul_precision`` allows it, bfloat16 under ``torch.autocast``,
-    else float32, which some GPUs make of three products of TF32.
+    Of :class:`~gpubuf.objectives.SACLoss` or :class:`~gpubuf.objectives.DistributionalSACLoss` without cloning. Actor
+    and critics are float32 perceptrons with at least one hidden layer, all with ReLU or all with SiLU, layer norms
+    behind all hidden layers of a network or none, biases everywhere and nothing frozen. The actor reads one entry, and
+    critics that entry and the action. Targets are those of one step. Precision is that of PyTorch's products: TF32
+    where ``torch.set_float32_matmul_precision`` allows it, bfloat16 under ``torch.autocast``, else float32, which some
+    GPUs make of three products of TF32.
     """
 
     activations = (nn.ReLU, nn.SiLU)
+    knows_more = True
 
     def __init__(self, loss: LossModule, parameters: Iterable[Tensor]) -> None:
         super().__init__(loss, parameters)
-        if self.dtype is not torch.float32 or any(
-            low is not None and low.dtype is not self.dtype for low in self._bounds[:1]
-        ):
+        low = self._policy.low
+        if self.dtype is not torch.float32 or (low is not None and low.dtype is not self.dtype):
             raise UnknownError("networks of another dtype")
         if len(self._states) != 1 or sorted(map(str, self._of_critics)) != sorted(
             map(str, (*self._states, self._action))
         ):
             raise UnknownError("networks that read several entries")
         for net in (self.actor, self.target_actor, self.critics, self.target_critics):
-            if any(not each.is_contiguous() for each in net.tensors) or len(net.tensors) != 2 * len(net.sizes) - 2:
+            complete = 2 * (len(net.sizes) - 1 + net.norms)
+            if any(not each.is_contiguous() for each in net.tensors) or len(net.tensors) != complete:
                 raise UnknownError("layers without a bias, or with strides")
             if any(each.numel() >> 31 for each in net.tensors):
                 raise UnknownError("more weights than 32 bits count")
@@ -125,8 +135,24 @@ class FusedSACUpdate(SACUpdate):
             raise UnknownError("targets over several steps, or a temperature of another dtype")
         if self.loss.log_alpha.ndim:
             raise UnknownError("a temperature of another shape")
-        self._act = SILU if self.activation is nn.SiLU else RELU
+        self._atoms = self.loss.num_atoms if isinstance(loss, DistributionalSACLoss) else 1
+        self._support = (self.loss.v_min, self.loss.v_max) if self._atoms > 1 else (0.0, 0.0)
+        if self.critics.outputs != self._atoms or getattr(loss, "cloning_weight", False):
+            raise UnknownError("critics with other outputs, or an actor that is cloned")
+        activation = SILU if self.activation is nn.SiLU else RELU
+        self._of_actor = activation, _eps(self._policy.core.modules())
+        self._of_values = activation, _eps(self.loss._critics.network.modules()), self.critics.turned
         self._float32 = perceptrons.float32_on(self.device)
+
+    def _core(self, network: Any) -> nn.Module:
+        self._policy = policy_of(self.loss)
+        if getattr(self.loss, "value_network_params", None) is not None:
+            raise UnknownError("a variant of SAC")
+        return self._policy.core
+
+    @property
+    def size(self) -> int:
+        return super().size // 2
 
     def fits(self, batch: TensorDictBase) -> bool:
         """As that of every update; and without masks, or states to skip."""
@@ -145,29 +171,38 @@ class FusedSACUpdate(SACUpdate):
             return perceptrons.BF16 if torch.get_autocast_dtype(kind) is torch.bfloat16 else None
         return perceptrons.TF32 if allows_tf32() else self._float32
 
-    def _scratch(self, n: int) -> Scratch:
+    def _scratch(self, n: int, policy: bool, precision: int) -> Scratch:
         """Memory for n rows. A graph's lies in the pool of that graph."""
-        new, count, size = self.actor.like.new_empty, len(self.critics.nets), self.size
-        of_actor, of_critics = self.actor.sizes[1:-1], self.critics.sizes[1:-1]
+        new, count, parts = self.actor.like.new_empty, len(self.critics.nets), perceptrons.parts_of(n, precision)
+
+        def hidden(net: Perceptrons, *rows: int) -> list[Tensor]:
+            """What is computed, and the spread of each row where there are norms."""
+            return [*(new(*rows, width) for width in net.sizes[1:]), *(new(*rows) for _ in range(net.norms))]
+
+        def deltas(net: Perceptrons, sums: tuple[int, ...], *rows: int) -> list[Tensor]:
+            """Gradients, and their sums by scale and shift of norms."""
+            normed = [width for width in net.sizes[1 : 1 + net.norms] for _ in range(2)]
+            return [*(new(*rows, width) for width in net.sizes[1:]), *(new(*sums, width) for width in normed)]
+
         return Scratch(
-            [new(2 * n, width) for width in of_actor], new(2 * n, 2 * size), new(2 * n, size), new(2 * n),
-            [new(3, count, n, width) for width in of_critics], new(3, count, n),
-            [new(2, count, n, width) for width in of_critics], new(count, n), new(count, n, size),
-            [new(n, width) for width in of_actor], new(n, 2 * size),
+            hidden(self.actor, 2 * n), new(2 * n, self.size), new(2 * n), hidden(self.critics, 2 + policy, count, n),
+            deltas(self.critics, (count, parts), 1 + policy, count, n), new(count, n, self.size),
+            deltas(self.actor, (parts,), n),
         )  # fmt: skip
 
     def _products(self, memory: Scratch, state: Tensor, action: Tensor, policy: bool) -> Products:
-        """Those that are the gradients of weights, of the critics and, where it learns, of the policy."""
-        of_state, of_action = self._first_columns
+        """Those that are the gradients of parameters of the critics and, where it learns, of the policy."""
+        critics, actor, (of_state, of_action) = self.critics, self.actor, self._first_columns
+        layers = len(critics.sizes) - 1
+        deltas = [*(each[0] for each in memory.critics_deltas[:layers]), *memory.critics_deltas[layers:]]
         found = products_of(
-            self.critics, [(state, of_state), (action, of_action)], [each[1] for each in memory.of_critics],
-            [*(each[0] for each in memory.critics_deltas), memory.grad_q],
+            cast("list[Tensor]", critics.into), critics.sizes, critics.turned, [(state, of_state), (action, of_action)],
+            [each[1] for each in memory.of_critics], deltas,
         )  # fmt: skip
         if policy:
-            found += products_of(
-                self.actor, [(state, 0)], [each[len(state) :] for each in memory.of_actor],
-                [*memory.actor_deltas, memory.grad_head],
-            )  # fmt: skip
+            outputs = [each[len(state) :] for each in memory.of_actor]
+            into = cast("list[Tensor]", actor.into)
+            found += products_of(into, actor.sizes, True, [(state, 0)], outputs, memory.actor_deltas)
         return found
 
     @property
@@ -175,60 +210,78 @@ class FusedSACUpdate(SACUpdate):
         """Those of state and action among the inputs of critics."""
         return (self.size, 0) if self._of_critics[0] == self._action else (0, self.actor.inputs)
 
-    def _gradients(self, batch: TensorDictBase, policy: bool) -> dict[str, Tensor]:
+    def _gradients(self, batch: TensorDictBase, policy: bool) -> Prepared:
         loss, following, rows = self.loss, next_state(batch), batch.batch_size
-        n, (low, high, *limits) = rows[0], self._bounds
-        memory, precision = self._scratch(n), self._precision()
+        n, precision, given = rows[0], self._precision(), self._policy
+        assert precision is not None
+        memory = self._scratch(n, policy, precision)
+        next_entropy, reduction = loss.temperature_from == "next", self._code[1]
         if loss.min_log_alpha is not None:
             # Within its bounds from now on.
             loss.alpha  # noqa: B018
-        if policy and not loss._target_entropy_known:
+        if (policy or next_entropy) and not loss._target_entropy_known:
             loss._learn_target_entropy(memory.drawn[n:], rows)
         state, after = dense(batch.get(self._states[0])), dense(following.get(self._states[0]))
         action = dense(batch.get(self._action))
         weight, _ = self._weighting(batch, rows, target=True)
-        returns = [None if each is None else dense(each) for each in loss.bootstrap_rows(batch, rows)]
-        reward, terminated, steps = returns
+        reward, terminated, steps = (None if x is None else dense(x) for x in loss.bootstrap_rows(batch, rows))
         noise = torch.randn_like(memory.drawn[: n * (1 + policy)])
-        error, scalars = state.new_empty(n), state.new_empty(len(perceptrons.SCALARS))
-        head = self._act, self._gaussian.shift, self._gaussian.scale_lb
+        scalars = state.new_empty(len(perceptrons.SCALARS))
+        head = *self._of_actor, given.head, given.head_values, given.bounds
         perceptrons.sac_act(
-            after, state, noise, low, high, self.target_actor.tensors, self.actor.tensors, *head, *limits, policy,
-            precision, memory.of_actor, memory.head, memory.drawn, memory.log_prob,
+            after, state, noise, given.low, given.high, self.target_actor.tensors, self.actor.tensors, *head, policy,
+            precision, memory.of_actor, memory.drawn, memory.log_prob,
         )  # fmt: skip
-        networks = self._first_columns, self._act, self.critics.turned
-        critics = self.critics.tensors
+        of_values = self._first_columns, *self._of_values, self._support
+        logits = memory.of_critics[len(self.critics.sizes) - 2]
+        q = logits.new_empty(logits.shape[:-1]) if self._atoms > 1 else None
         perceptrons.sac_values(
-            after, state, action, memory.drawn, self.target_critics.tensors, critics, *networks, policy, precision,
-            memory.of_critics, memory.q,
+            after, state, action, memory.drawn, self.target_critics.tensors, self.critics.tensors, *of_values, policy,
+            precision, memory.of_critics, q,
         )  # fmt: skip
-        log_alpha = loss.log_alpha.detach()
+        log_alpha, returns = loss.log_alpha.detach(), (reward, terminated, loss._value_estimator.gamma, steps)
+        found: dict[str, Tensor] = {}
+        error, mass, average = state.new_empty(n), None, False
+        if q is not None:
+            average, support = loss.average_critics, self._support
+            soft = logits[0], memory.log_prob[:n], log_alpha.exp(), *returns, loss.reward_scale
+            mass = categorical.categorical_target(*soft, *support, TARGETS[loss.target])
+            how = *support, PRIORITIES[loss.priority], average, reduction
+            found["loss_qvalue"], error, _ = categorical.categorical_loss(logits[1], mass, weight, None, *how)
+        combine = td.AVERAGE if loss.actor_value == "mean" else td.SMALLEST
+        flags = combine, average, next_entropy, loss.temperature_loss == "alpha", policy
         perceptrons.sac_value_gradients(
-            memory.q, memory.log_prob, log_alpha, loss._target_entropy, reward, terminated, loss._value_estimator.gamma,
-            steps, weight, critics, memory.of_critics, *networks, *self._code, policy, precision,
-            memory.critics_deltas, memory.grad_q, memory.grad_action, error, scalars,
+            logits.squeeze(-1) if q is None else q, memory.log_prob, log_alpha, loss._target_entropy, *returns, mass,
+            weight, self.critics.tensors, *of_values, *self._code, *flags, precision, memory.of_critics,
+            memory.critics_deltas, memory.grad_action, error, scalars,
         )  # fmt: skip
         of_policy = functools.partial(
-            perceptrons.sac_action_gradients, memory.grad_action, log_alpha, weight, noise, low, high, memory.head,
-            self.actor.tensors, memory.of_actor, self._act, self._code[1], self._gaussian.scale_lb, *limits, precision,
-            memory.actor_deltas, memory.grad_head,
+            perceptrons.sac_action_gradients, memory.grad_action, log_alpha, weight, noise, given.low, given.high,
+            self.actor.tensors, *head, reduction, precision, memory.of_actor, memory.actor_deltas,
         )  # fmt: skip
         products = self._products(memory, state, action, policy)
-        found = dict(zip(perceptrons.SCALARS, scalars.unbind(), strict=True))
-        slope = found.pop("slope")
-        if not policy:
-            found = {name: found[name] for name in ("loss_qvalue", "alpha")}
-        learns = policy and loss.log_alpha.requires_grad
+        names = ["alpha"] + ["loss_qvalue"] * (q is None) + ["loss_alpha"] * (policy or next_entropy)
+        names += ["loss_actor", "entropy"] * policy
+        every = dict(zip(perceptrons.SCALARS, scalars.unbind(), strict=True))
+        found |= {name: every[name] for name in names}
+        learns = "loss_alpha" in names and loss.log_alpha.requires_grad
         # A graph writes gradients into memory of this object.
         at_replays().holds(self, "critics")
         # What follows does not wait for priorities, nor they for it.
-        self._pending = state, products, slope if learns else None, of_policy if policy else None, precision
+        slope = every["slope"] if learns else None
+        step_of = functools.partial(self._step_of, products, slope, of_policy if policy else None, precision)
         loss._set_priority(batch, batch, error)
-        return found
+        return Prepared(found, step_of)
 
-    def step_of(self, optimizer: Any) -> Fused | None:
-        state, products, slope, of_policy, precision = self._pending
-        del self._pending
+    def _step_of(
+        self,
+        products: Products,
+        slope: Tensor | None,
+        of_policy: Callable[[], None] | None,
+        precision: int,
+        optimizer: Any,
+    ) -> Fused | None:
+        """What is left of the gradients: all of them, or an optimiser's step by them."""
         nets = [self.critics]
         if of_policy is not None:
             of_policy()
@@ -237,7 +290,7 @@ class FusedSACUpdate(SACUpdate):
         own = [parameter for net in nets for parameter, _ in net.gradients]
         places = optimizer.places_of([*own, *numbers]) if isinstance(optimizer, AdamW) else None
         if places is None:
-            perceptrons.weight_gradients(state, *products, self._act, precision)
+            perceptrons.weight_gradients(self.actor.like, *products, precision)
             for net in nets:
                 net.set_gradients()
             for number in numbers:
@@ -247,13 +300,13 @@ class FusedSACUpdate(SACUpdate):
             parameter.grad = None
         of_own = dict(zip(map(id, [gradient for net in nets for _, gradient in net.gradients]), places, strict=False))
         layers = [of_own[id(each)] for pair in zip(products.weights, products.biases, strict=True) for each in pair]
-        given = (*products[:2], slope, products.shapes, [*layers, *places[len(own) :]], self._act, precision)
+        given = (*products[:2], slope, products.shapes, [*layers, *places[len(own) :]], precision)
 
         def step(table: Tensor, hyper: Tensor, averages: bool, *state_of: Any) -> None:
-            perceptrons.step(table, state, *given, hyper, averages, *state_of)
+            perceptrons.step(table, *given, hyper, averages, *state_of)
 
         return step
 
 
-FUSED: dict[type, type[Update]] = {SACLoss: FusedSACUpdate}
+FUSED: dict[type, type[Update]] = {SACLoss: FusedSACUpdate, DistributionalSACLoss: FusedSACUpdate}
 """The updates of a GPU, by the loss."""

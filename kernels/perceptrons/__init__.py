@@ -1,4 +1,4 @@
-"""Whole perceptrons in one launch: an update of soft actor-critic in five, the optimiser's step and the noise apart.
+"""Whole perceptrons in one launch: an update of soft actor-critic in five, with the optimiser's step.
 
 A product of small matrices takes a GPU several microseconds, whatever it computes: it is made of waiting. Here a
 program takes some rows of the batch through all layers of a net, forward or backward, with what comes before and after
@@ -6,19 +6,27 @@ the layers: the policy's head, the target of the critics, the slopes of the loss
 
 * :data:`sac_act`: the policy in the next states and in the states, its head, actions and log-densities;
 * :data:`sac_values`: target critics of the next actions, critics of the batch's actions, critics of the policy's;
-* :data:`sac_value_gradients`: losses, priorities, and the gradients by the sums of all layers of the critics, once
-  from their own loss and once from the policy's, down to the actions;
+* :data:`sac_value_gradients`: losses, priorities, and the gradients by all layers of the critics, once from their own
+  loss and once from the policy's, down to the actions;
 * :data:`sac_action_gradients`: the same of the policy;
 * :data:`weight_gradients`: of all weights and biases, of critics and policy.
 
 A *net* is a perceptron with at least one hidden layer, and an activation between its layers, a code of
-:mod:`gpubuf.kernels.norms`: RELU or SILU. Its ``params`` are weight and bias of each layer, in order, float32 and
-contiguous. Critics have one value and are stacked: weights ``[N, in, out]``, or ``[N, out, in]`` where ``turned``; the
-policy's are ``[out, in]``. Their input is state and action, of which ``columns`` are the first columns. The policy's
-result is ``[n, 2 A]``: ``loc`` and ``raw``, with ``scale = softplus(raw + shift) + smallest_scale``.
+:mod:`gpubuf.kernels.norms`: RELU or SILU. With ``eps``, which is added to variances, there is a layer norm in front of
+each activation; None: there is none. ``params`` of a net are weight and bias of each layer, in order, and then scale
+and shift of each norm, all float32 and contiguous. Critics are stacked: weights ``[N, in, out]``, or ``[N, out, in]``
+where ``turned``; the policy's are ``[out, in]``. Their input is state and action, of which ``columns`` are the first
+columns. They have one output, the value, or logits of several atoms (:mod:`gpubuf.kernels.categorical`).
 
-``hidden`` has, for each hidden layer, what it computes before the activation, and ``deltas`` the gradient by it. All
-results are written into memory that the caller owns.
+The policy's result is ``[n, 2 A]``: ``loc``, and ``raw``, of which ``head`` makes a scale: SOFTPLUS is
+``softplus(raw + first) + second``, SQUASHED ``exp(first + second tanh(raw))``, with the numbers ``head_values``.
+
+``hidden`` has, for each hidden layer, what it computes before the activation (with norms, centred and divided by the
+standard deviation: scale and shift are still to come), and then the result. The gradients' operations replace that of
+hidden layers by their outputs, which those of weights need. ``deltas`` has gradients by what layers compute before norm
+and activation, and then that by the result. With norms, ``hidden`` has the inverse standard deviations of the rows of
+each hidden layer besides, and ``deltas`` sums of the gradients of scale and shift of each norm, over the rows of each
+program, of which there are :func:`parts_of`. All results are written into memory that the caller owns.
 
 ``precision`` is that of products on a GPU, whose sums are float32: :data:`IEEE`, :data:`TF32X3` (each number as the sum
 of two of TF32, three products; tests/kernels/test_perceptrons.py says how near that is), :data:`TF32` or :data:`BF16`.
@@ -62,11 +70,19 @@ def tiles_of(n: int, precision: int) -> tuple[int, int, int, int]:
     return (16, 128, 32, 4) if n <= 512 else (32 if n <= 4096 else 64, 128, 32, 8)
 
 
+def parts_of(n: int, precision: int) -> int:
+    """Programs that share the rows of a batch of n."""
+    return -(-n // tiles_of(n, precision)[0])
+
+
 SCALARS = ("slope", "loss_qvalue", "alpha", "loss_actor", "loss_alpha", "entropy")
 """What :data:`sac_value_gradients` computes of a batch. ``slope`` is the derivative of ``loss_alpha`` by log_alpha; it
 comes first, where its address is as aligned as that of a parameter."""
 
-SHAPE = 8
+SOFTPLUS, SQUASHED = range(2)
+"""Values of ``head``."""
+
+SHAPE = 7
 """Numbers of a product of :data:`weight_gradients`."""
 
 
@@ -76,8 +92,8 @@ def _none(*_: object) -> None:
 
 sac_act = define(
     "perceptrons_sac_act(Tensor next_state, Tensor state, Tensor noise, Tensor? low, Tensor? high, Tensor[] target,"
-    " Tensor[] online, int activation, float shift, float smallest_scale, float low_value, float high_value,"
-    " bool policy, int precision, Tensor(a!)[] hidden, Tensor(b!) head, Tensor(c!) action, Tensor(d!) log_prob) -> ()",
+    " Tensor[] online, int activation, float? eps, int head, float[] head_values, float[] bounds, bool policy,"
+    " int precision, Tensor(a!)[] hidden, Tensor(b!) action, Tensor(c!) log_prob) -> ()",
     __name__,
     fake=_none,
 )
@@ -86,18 +102,17 @@ sac_act = define(
 Args:
     next_state, state: float32 ``[n, in]``.
     noise: float32 ``[2 n, A]``, standard normal.
-    low, high: bounds of the action, float32 ``[A]``, or None for ``low_value`` and ``high_value``.
+    low, high: bounds of the action, float32 ``[A]``, or None for the two numbers ``bounds``.
     target, online: the policy of the next states, and the one that learns.
-    hidden: float32 ``[2 n, width]`` each, out.
-    head: float32 ``[2 n, 2 A]``, out: ``loc`` and ``raw + shift``.
+    hidden: float32 ``[2 n, width]`` each, the last one ``[2 n, 2 A]``, out.
     action: float32 ``[2 n, A]``, out; see :data:`gpubuf.kernels.tanh_normal.sample`.
     log_prob: float32 ``[2 n]``, out.
 """
 
 sac_values = define(
     "perceptrons_sac_values(Tensor next_state, Tensor state, Tensor action, Tensor drawn, Tensor[] target,"
-    " Tensor[] online, int[] columns, int activation, bool turned, bool policy, int precision, Tensor(a!)[] hidden,"
-    " Tensor(b!) q) -> ()",
+    " Tensor[] online, int[] columns, int activation, float? eps, bool turned, float[] support, bool policy,"
+    " int precision, Tensor(a!)[] hidden, Tensor(b!)? q) -> ()",
     __name__,
     fake=_none,
 )
@@ -108,15 +123,17 @@ Args:
     action: float32 ``[n, A]``.
     drawn: float32 ``[2 n, A]``, of :data:`sac_act`.
     target, online: the critics of the next states, and those that learn.
+    support: values of the first and the last atom.
     hidden: float32 ``[3, N, n, width]`` each, out.
-    q: float32 ``[3, N, n]``, out.
+    q: expected values of logits, float32 ``[3, N, n]``, out; None where critics have one output.
 """
 
 sac_value_gradients = define(
     "perceptrons_sac_value_gradients(Tensor q, Tensor log_prob, Tensor log_alpha, Tensor target_entropy, Tensor reward,"
-    " Tensor terminated, Tensor gamma, Tensor? steps, Tensor? weight, Tensor[] online, Tensor[] hidden, int[] columns,"
-    " int activation, bool turned, int loss_function, int reduction, bool policy, int precision, Tensor(a!)[] deltas,"
-    " Tensor(b!) grad_q, Tensor(c!) grad_action, Tensor(d!) td_error, Tensor(e!) scalars) -> ()",
+    " Tensor terminated, Tensor gamma, Tensor? steps, Tensor? mass, Tensor? weight, Tensor[] online, int[] columns,"
+    " int activation, float? eps, bool turned, float[] support, int loss_function, int reduction, int combine,"
+    " bool average, bool next_entropy, bool by_alpha, bool policy, int precision, Tensor(a!)[] hidden,"
+    " Tensor(b!)[] deltas, Tensor(c!) grad_action, Tensor(d!) td_error, Tensor(e!) scalars) -> ()",
     __name__,
     fake=_none,
 )
@@ -127,57 +144,66 @@ sac_value_gradients = define(
     loss_actor = norm sum_i w_i (alpha log_prob[n + i] - min_k q[2, k, i])
     loss_alpha = log_alpha slope,  slope = -norm sum_i w_i (log_prob[n + i] + target_entropy)
 
-``norm`` is 1, or 1 / sum(w) with the reduction MEAN; distances and reductions are those of :mod:`gpubuf.kernels.td`.
+``norm`` is 1, or 1 / sum(w) with the reduction MEAN; distances and reductions are those of :mod:`gpubuf.kernels.td`. Of
+critics that return logits, ``loss_qvalue`` and errors are not computed here (see
+:data:`gpubuf.kernels.categorical.categorical_loss`), and their gradients are those of its cross entropy.
 
 Args:
+    q: float32 ``[3, N, n]``, of :data:`sac_values`, or its ``hidden`` where critics have one output.
     log_prob: float32 ``[2 n]``, of :data:`sac_act`.
     log_alpha, target_entropy: float32, one element.
     reward, terminated, steps, weight: one element for each row; ``steps`` None: 1; ``weight`` None: 1.
     gamma: float64, one element.
-    deltas: float32 ``[2, N, n, width]`` for each hidden layer, out: from the critics' loss, and from the policy's.
-    grad_q: float32 ``[N, n]``, out: of ``q[1]``.
-    grad_action: float32 ``[N, n, A]``, out: of the policy's actions, from the first critic that attains the minimum.
+    mass: what logits learn, float32 ``[N or 1, n, atoms]``; None where critics have one output.
+    combine: SMALLEST, or AVERAGE for the mean over the critics in place of the minimum in ``loss_actor``.
+    average: divide the cross entropy by N.
+    next_entropy: the temperature learns from ``log_prob[:n]``, also without ``policy``.
+    by_alpha: ``loss_alpha`` is alpha times that sum, and so is ``slope``.
+    deltas: float32 ``[2, N, n, width]`` each, out: from the critics' loss, and from the policy's. Sums of programs:
+        ``[N, parts, width]``.
+    grad_action: float32 ``[N, n, A]``, out: of the policy's actions.
     td_error: float32 ``[n]``, out: ``max_k |q[1, k] - y|``.
     scalars: float32 ``[6]``, out: :data:`SCALARS`; without ``policy`` loss_qvalue and alpha alone.
 """
 
 sac_action_gradients = define(
     "perceptrons_sac_action_gradients(Tensor grad_action, Tensor log_alpha, Tensor? weight, Tensor noise, Tensor? low,"
-    " Tensor? high, Tensor head, Tensor[] online, Tensor[] hidden, int activation, int reduction, float smallest_scale,"
-    " float low_value, float high_value, int precision, Tensor(a!)[] deltas, Tensor(b!) grad_head) -> ()",
+    " Tensor? high, Tensor[] online, int activation, float? eps, int head, float[] head_values, float[] bounds,"
+    " int reduction, int precision, Tensor(a!)[] hidden, Tensor(b!)[] deltas) -> ()",
     __name__,
     fake=_none,
 )
 """Gradients of ``loss_actor`` by all that the policy computes in the states.
 
 Args:
-    deltas: float32 ``[n, width]`` for each hidden layer, out.
-    grad_head: float32 ``[n, 2 A]``, out.
+    deltas: float32 ``[n, width]`` each, the last one ``[n, 2 A]``, out. Sums of programs: ``[parts, width]``.
 """
 
 weight_gradients = define(
     "perceptrons_weight_gradients(Tensor first, Tensor[] inputs, Tensor[] grads, Tensor(a!)[] weights,"
-    " Tensor(b!)[] biases, int[] shapes, int activation, int precision) -> ()",
+    " Tensor(b!)[] biases, int[] shapes, int precision) -> ()",
     __name__,
     fake=_none,
 )
-"""``weights[p] = activation(inputs[p])^T grads[p]``, and ``biases[p]``, the sums of the columns of ``grads[p]``.
+"""``weights[p] = inputs[p]^T grads[p]``, and ``biases[p]``, the sums of the columns of ``grads[p]``.
 
-``shapes`` has eight numbers for each product p: (nets N, whether all nets have one input, first row of the weight,
-width of the input, inputs of the layer, outputs of the layer, whether the weight is turned, whether the input needs
-the activation). A product whose first row is not 0 is a part of a layer, and leaves its bias alone.
+``shapes`` has seven numbers for each product p: (nets N, whether all nets have one input, first row of the weight,
+width of the input, inputs of the layer, outputs of the layer, whether the weight is turned). A product whose first row
+is not 0 is a part of a layer, and leaves its bias alone. Where the layer has no inputs, there are sums alone, and
+``weights[p]`` is not written.
 
 Args:
-    first: a tensor on the device, whose first dimension is n.
+    first: a tensor on the device.
     inputs: float32 ``[N, n, width]`` or ``[n, width]``.
-    grads: float32 ``[N, n, outputs]``.
+    grads: float32 ``[N, n, outputs]``, of the first product in any case; of layers without inputs
+        ``[N, parts, outputs]``.
     weights, biases: float32, out.
 """
 
 step = define(
-    "perceptrons_step(Tensor table, Tensor first, Tensor[] inputs, Tensor[] grads, Tensor? slope, int[] shapes,"
-    " int[] places, int activation, int precision, Tensor hyper, bool averages, Tensor(a!) steps, Tensor(b!) ticket,"
-    " Tensor(c!)[] params, Tensor(d!)[] moments, Tensor(e!)[] targets) -> ()",
+    "perceptrons_step(Tensor table, Tensor[] inputs, Tensor[] grads, Tensor? slope, int[] shapes, int[] places,"
+    " int precision, Tensor hyper, bool averages, Tensor(a!) steps, Tensor(b!) ticket, Tensor(c!)[] params,"
+    " Tensor(d!)[] moments, Tensor(e!)[] targets) -> ()",
     __name__,
     fake=_none,
 )
@@ -186,7 +212,7 @@ step = define(
 Args:
     table, hyper, steps, ticket, params, moments, targets: of the optimiser's only bucket, whose gradients are not
         clipped, whose rows are free, and whose addresses are multiples of 16.
-    first, inputs, grads, shapes: as of :data:`weight_gradients`.
+    inputs, grads, shapes: as of :data:`weight_gradients`.
     slope: gradient of one more parameter, which is a number, or None.
     places: the entries of weight and bias of each product, and then that of the number. Others stay as they are, and so
         do their targets.

@@ -4,15 +4,15 @@ What a layer leaves, ``x W + b`` before its activation, goes to global memory, a
 the second level of cache: no program waits for another. Matrices are read and multiplied tile by tile. Arithmetic is
 float32, and that of products PRECISION: "ieee", "tf32x3" (three products of TF32, nearly as exact), "tf32" or "bf16".
 
-Of a network SIZES are the widths (inputs, hidden layers, outputs), and ``params`` weight and bias of each layer, for
-all nets: weights ``[nets, in, out]``, or ``[nets, out, in]`` where TURNED. ``rows`` are (numbers, which of them are
-there). INPUTS are first column and width of each part of the input.
+Of a network SIZES are the widths (inputs, hidden layers, outputs), INPUTS first column and width of each part of the
+input, and NET (activation, whether weights are turned, what norms add to variances). TILES are (precision, outputs of a
+tile, inputs that it multiplies at a time, how many of these are under way). ``params``, ``hidden`` and ``deltas`` are
+those of :mod:`gpubuf.kernels.perceptrons`; ``rows`` are (numbers, which of them are there).
 """
 
 import triton
 import triton.language as tl
 
-from gpubuf.kernels import norms
 from gpubuf.kernels.norms._triton import activate, activation_gradient
 from gpubuf.kernels.optim._triton import (
     ENTRY,
@@ -28,8 +28,6 @@ from gpubuf.kernels.optim._triton import (
     update_by,
 )
 from gpubuf.kernels.philox._triton import is_last, take_ticket
-
-NONE = tl.constexpr(norms.NONE)
 
 # --- tiles ------------------------------------------------------------------------------------------------------------
 
@@ -54,6 +52,14 @@ def load_rows(x_ptr, rows, column, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def store_rows(x_ptr, rows, column, values, writes, WIDTH: tl.constexpr):
+    """Of a matrix ``[n, WIDTH]``, where ``writes``."""
+    row, inside = rows
+    mask = inside[:, None] & (column < WIDTH)[None, :] & writes
+    tl.store(x_ptr + row[:, None] * WIDTH + column[None, :], values, mask=mask)
+
+
+@triton.jit
 def load_weight(weight_ptr, fan_in, fan_out, inside, FAN_IN: tl.constexpr, FAN_OUT: tl.constexpr, TURNED: tl.constexpr):
     """``[len(fan_in), len(fan_out)]`` of a weight, or, if it is given columns of outputs first, of its transpose."""
     at = fan_out * FAN_IN + fan_in if TURNED else fan_in * FAN_OUT + fan_out
@@ -61,33 +67,55 @@ def load_weight(weight_ptr, fan_in, fan_out, inside, FAN_IN: tl.constexpr, FAN_O
 
 
 @triton.jit
+def scaled(z, params, net, column, LAYER: tl.constexpr, SIZES: tl.constexpr, NET: tl.constexpr):
+    """What hidden layer LAYER passes to its activation, of its columns in ``hidden``."""
+    eps: tl.constexpr = NET[2]
+    if eps is not None:
+        width: tl.constexpr = SIZES[LAYER + 1]
+        first: tl.constexpr = 2 * len(SIZES) - 2 + 2 * LAYER
+        scale = tl.load(params[first] + net * width + column, mask=column < width, other=0)
+        shift = tl.load(params[first + 1] + net * width + column, mask=column < width, other=0)
+        z = z * scale[None, :] + shift[None, :]
+    return z
+
+
+@triton.jit
 def add_product(
-    total, x_ptr, rows, weight_ptr, fan_out, FIRST: tl.constexpr, WIDTH: tl.constexpr, FAN_IN: tl.constexpr,
-    FAN_OUT: tl.constexpr, ACTIVATION: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr,
-    DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    total, x_ptr, params, net, rows, fan_out, LAYER: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+    SIZES: tl.constexpr, NET: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """``total + activation(x) W[FIRST : FIRST + WIDTH, fan_out]``, for x ``[n, WIDTH]``."""
-    for start in tl.range(0, WIDTH, DEPTH, num_stages=STAGES):
-        column = start + tl.arange(0, DEPTH)
-        x = activate(load_rows(x_ptr, rows, column, WIDTH), ACTIVATION)
-        inside = (column < WIDTH)[:, None] & (fan_out < FAN_OUT)[None, :]
-        w = load_weight(weight_ptr, FIRST + column[:, None], fan_out[None, :], inside, FAN_IN, FAN_OUT, TURNED)
-        total = multiply(x, w, total, PRECISION)
+    """``total + x W[FIRST : FIRST + WIDTH, fan_out]`` of a layer, for what the layer below outputs, ``[n, WIDTH]``."""
+    depth: tl.constexpr = TILES[2]
+    fan_in: tl.constexpr = SIZES[LAYER]
+    above: tl.constexpr = SIZES[LAYER + 1]
+    weight_ptr = params[2 * LAYER] + net * (fan_in * above)
+    for start in tl.range(0, WIDTH, depth, num_stages=TILES[3]):
+        column = start + tl.arange(0, depth)
+        x = load_rows(x_ptr, rows, column, WIDTH)
+        if LAYER > 0:
+            x = activate(scaled(x, params, net, column, LAYER - 1, SIZES, NET), NET[0])
+        inside = (column < WIDTH)[:, None] & (fan_out < above)[None, :]
+        w = load_weight(weight_ptr, FIRST + column[:, None], fan_out[None, :], inside, fan_in, above, NET[1])
+        total = multiply(x, w, total, TILES[0])
     return total
 
 
 @triton.jit
 def add_transposed_product(
-    total, grad_ptr, rows, weight_ptr, fan_in, LIMIT: tl.constexpr, FAN_IN: tl.constexpr, FAN_OUT: tl.constexpr,
-    TURNED: tl.constexpr, PRECISION: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    total, grad_ptr, params, net, rows, fan_in, LAYER: tl.constexpr, LIMIT: tl.constexpr, SIZES: tl.constexpr,
+    NET: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """``total + grad W[fan_in]^T``, for grad ``[n, FAN_OUT]``; inputs from LIMIT on are left out."""
-    for start in tl.range(0, FAN_OUT, DEPTH, num_stages=STAGES):
-        column = start + tl.arange(0, DEPTH)
-        grad = load_rows(grad_ptr, rows, column, FAN_OUT)
-        inside = (column < FAN_OUT)[:, None] & (fan_in < LIMIT)[None, :]
-        w = load_weight(weight_ptr, fan_in[None, :], column[:, None], inside, FAN_IN, FAN_OUT, TURNED)
-        total = multiply(grad, w, total, PRECISION)
+    """``total + grad W[fan_in]^T`` of a layer, for grad ``[n, outputs]``; inputs from LIMIT on are left out."""
+    depth: tl.constexpr = TILES[2]
+    below: tl.constexpr = SIZES[LAYER]
+    fan_out: tl.constexpr = SIZES[LAYER + 1]
+    weight_ptr = params[2 * LAYER] + net * (below * fan_out)
+    for start in tl.range(0, fan_out, depth, num_stages=TILES[3]):
+        column = start + tl.arange(0, depth)
+        grad = load_rows(grad_ptr, rows, column, fan_out)
+        inside = (column < fan_out)[:, None] & (fan_in < LIMIT)[None, :]
+        w = load_weight(weight_ptr, fan_in[None, :], column[:, None], inside, below, fan_out, NET[1])
+        total = multiply(grad, w, total, TILES[0])
     return total
 
 
@@ -95,92 +123,169 @@ def add_transposed_product(
 
 
 @triton.jit
-def run_layer(
-    inputs, params, hidden, net, place, rows, LAYER: tl.constexpr, SIZES: tl.constexpr, INPUTS: tl.constexpr,
-    ACTIVATION: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """One hidden layer of a net, on what the layer below has left."""
+def centre_rows(hidden, place, rows, mean, rstd, LAYER: tl.constexpr, SIZES: tl.constexpr, COLUMNS: tl.constexpr):
+    """``(z - mean) rstd`` in the place of the z of a hidden layer."""
     row, inside = rows
-    fan_in: tl.constexpr = SIZES[LAYER]
-    fan_out: tl.constexpr = SIZES[LAYER + 1]
-    weight_ptr = params[2 * LAYER] + net * (fan_in * fan_out)
-    for start in tl.range(0, fan_out, WIDTH, num_stages=1):
-        column = start + tl.arange(0, WIDTH)
-        bias = tl.load(params[2 * LAYER + 1] + net * fan_out + column, mask=column < fan_out, other=0)
-        total = tl.zeros([row.shape[0], WIDTH], tl.float32) + bias[None, :]
-        if LAYER == 0:
-            for part in tl.static_range(len(INPUTS) // 2):
-                total = add_product(
-                    total, inputs[part], rows, weight_ptr, column, INPUTS[2 * part], INPUTS[2 * part + 1], fan_in,
-                    fan_out, NONE, TURNED, PRECISION, DEPTH, STAGES,
-                )  # fmt: skip
-        else:
-            total = add_product(
-                total, hidden[LAYER - 1] + place * fan_in, rows, weight_ptr, column, 0, fan_in, fan_in, fan_out,
-                ACTIVATION, TURNED, PRECISION, DEPTH, STAGES,
-            )  # fmt: skip
-        at = hidden[LAYER] + place * fan_out + row[:, None] * fan_out + column[None, :]
-        tl.store(at, total, mask=inside[:, None] & (column < fan_out)[None, :])
+    width: tl.constexpr = SIZES[LAYER + 1]
+    tl.store(hidden[len(SIZES) - 1 + LAYER] + place + row, rstd, mask=inside)
+    # Other threads read what these have stored.
+    tl.debug_barrier()
+    for start in tl.range(0, width, COLUMNS, num_stages=1):
+        column = start + tl.arange(0, COLUMNS)
+        z = load_rows(hidden[LAYER] + place * width, rows, column, width)
+        store_rows(hidden[LAYER] + place * width, rows, column, (z - mean[:, None]) * rstd[:, None], True, width)
 
 
 @triton.jit
-def run_hidden(
-    inputs, params, hidden, net, place, rows, SIZES: tl.constexpr, INPUTS: tl.constexpr, ACTIVATION: tl.constexpr,
-    TURNED: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+def run_layer(
+    inputs, params, hidden, net, place, rows, LAYER: tl.constexpr, SIZES: tl.constexpr, INPUTS: tl.constexpr,
+    NET: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The hidden layers of a net, of which each leaves its sums in ``hidden``, ``[places, n, width]``, at ``place``.
+    """One layer of a net, on what the layer below has left."""
+    row, _ = rows
+    columns: tl.constexpr = TILES[1]
+    eps: tl.constexpr = NET[2]
+    normed: tl.constexpr = eps is not None and len(SIZES) - 2 > LAYER
+    fan_in: tl.constexpr = SIZES[LAYER]
+    fan_out: tl.constexpr = SIZES[LAYER + 1]
+    mean = tl.zeros([row.shape[0]], tl.float32)
+    squares = tl.zeros([row.shape[0]], tl.float32)
+    for start in tl.range(0, fan_out, columns, num_stages=1):
+        column = start + tl.arange(0, columns)
+        bias = tl.load(params[2 * LAYER + 1] + net * fan_out + column, mask=column < fan_out, other=0)
+        total = tl.zeros([row.shape[0], columns], tl.float32) + bias[None, :]
+        if LAYER == 0:
+            for part in tl.static_range(len(INPUTS) // 2):
+                total = add_product(
+                    total, inputs[part], params, net, rows, column, LAYER, INPUTS[2 * part], INPUTS[2 * part + 1],
+                    SIZES, NET, TILES,
+                )  # fmt: skip
+        else:
+            below_ptr = hidden[LAYER - 1] + place * fan_in
+            total = add_product(total, below_ptr, params, net, rows, column, LAYER, 0, fan_in, SIZES, NET, TILES)
+        store_rows(hidden[LAYER] + place * fan_out, rows, column, total, True, fan_out)
+        if normed:
+            # Mean and squares of these columns, and how far they are from those before: no large number is subtracted.
+            count = tl.minimum(fan_out - start, columns).to(tl.float32)
+            own = tl.sum(total, 1) / count
+            centred = tl.where((column < fan_out)[None, :], total - own[:, None], 0.0)
+            apart = own - mean
+            mean += apart * (count / (start + count))
+            squares += tl.sum(centred * centred, 1) + apart * apart * (start * count / (start + count))
+    if normed:
+        centre_rows(hidden, place, rows, mean, 1 / tl.sqrt(squares / fan_out + eps), LAYER, SIZES, columns)
+
+
+@triton.jit
+def value_of_rows(params, hidden, net, place, rows, SIZES: tl.constexpr, NET: tl.constexpr, TILES: tl.constexpr):
+    """The last layer of a net with one output."""
+    row, inside = rows
+    last: tl.constexpr = len(SIZES) - 2
+    width: tl.constexpr = SIZES[last]
+    q = tl.load(params[2 * last + 1] + net) + tl.zeros([row.shape[0]], tl.float32)
+    for start in tl.range(0, width, TILES[1], num_stages=1):
+        column = start + tl.arange(0, TILES[1])
+        x = load_rows(hidden[last - 1] + place * width, rows, column, width)
+        x = activate(scaled(x, params, net, column, last - 1, SIZES, NET), NET[0])
+        w = tl.load(params[2 * last] + net * width + column, mask=column < width, other=0)
+        q += tl.sum(x * w[None, :], 1)
+    tl.store(hidden[last] + place + row, q, mask=inside)
+
+
+@triton.jit
+def run_net(
+    inputs, params, hidden, net, place, rows, SIZES: tl.constexpr, INPUTS: tl.constexpr, NET: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """All layers of a net, which leave what they compute in ``hidden``, ``[places, n, width]``, at ``place``.
 
     Args:
         place: in front of the rows of this net, counted in rows.
     """
-    for layer in tl.static_range(len(SIZES) - 2):
-        run_layer(
-            inputs, params, hidden, net, place, rows, layer, SIZES, INPUTS, ACTIVATION, TURNED, PRECISION, WIDTH,
-            DEPTH, STAGES,
-        )  # fmt: skip
+    alone: tl.constexpr = SIZES[len(SIZES) - 1] == 1
+    for layer in tl.static_range(len(SIZES) - 1 - alone):
+        run_layer(inputs, params, hidden, net, place, rows, layer, SIZES, INPUTS, NET, TILES)
         # Other threads read what these have stored.
         tl.debug_barrier()
+    if alone:
+        value_of_rows(params, hidden, net, place, rows, SIZES, NET, TILES)
 
 
 @triton.jit
 def layer_gradient(
-    params, hidden, deltas, net, place, to, rows, LAYER: tl.constexpr, SIZES: tl.constexpr, ACTIVATION: tl.constexpr,
-    TURNED: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    params, hidden, deltas, net, place, to, rows, learns, LAYER: tl.constexpr, SIZES: tl.constexpr, NET: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
-    """The gradient by the sums of one hidden layer, from that of the layer above."""
+    """The gradient by what one hidden layer computes before norm and activation, from that of the layer above.
+
+    See :func:`net_gradients`.
+    """
     row, inside = rows
+    part, parts, writes = learns
+    columns: tl.constexpr = TILES[1]
+    eps: tl.constexpr = NET[2]
     width: tl.constexpr = SIZES[LAYER + 1]
     above: tl.constexpr = SIZES[LAYER + 2]
-    weight_ptr = params[2 * LAYER + 2] + net * (width * above)
-    for start in tl.range(0, width, WIDTH, num_stages=1):
-        column = start + tl.arange(0, WIDTH)
-        grad = add_transposed_product(
-            tl.zeros([row.shape[0], WIDTH], tl.float32), deltas[LAYER + 1] + to * above, rows, weight_ptr, column,
-            width, width, above, TURNED, PRECISION, DEPTH, STAGES,
-        )  # fmt: skip
-        z = load_rows(hidden[LAYER] + place * width, rows, column, width)
-        at = deltas[LAYER] + to * width + row[:, None] * width + column[None, :]
-        tl.store(at, activation_gradient(grad, z, ACTIVATION), mask=inside[:, None] & (column < width)[None, :])
+    scale_place: tl.constexpr = 2 * len(SIZES) - 2 + 2 * LAYER
+    sums_place: tl.constexpr = len(SIZES) - 1 + 2 * LAYER
+    z_ptr = hidden[LAYER] + place * width
+    delta_ptr = deltas[LAYER] + to * width
+    above_ptr = deltas[LAYER + 1] + to * above
+    mean = tl.zeros([row.shape[0]], tl.float32)
+    along = tl.zeros([row.shape[0]], tl.float32)
+    for start in tl.range(0, width, columns, num_stages=1):
+        column = start + tl.arange(0, columns)
+        if above == 1:
+            w = tl.load(params[2 * LAYER + 2] + net * width + column, mask=column < width, other=0)
+            grad = tl.load(above_ptr + row, mask=inside, other=0)[:, None] * w[None, :]
+        else:
+            grad = add_transposed_product(
+                tl.zeros([row.shape[0], columns], tl.float32), above_ptr, params, net, rows, column, LAYER + 1, width,
+                SIZES, NET, TILES,
+            )  # fmt: skip
+        h = load_rows(z_ptr, rows, column, width)
+        z = scaled(h, params, net, column, LAYER, SIZES, NET)
+        grad = activation_gradient(grad, z, NET[0])
+        if eps is None:
+            store_rows(z_ptr, rows, column, activate(z, NET[0]), writes, width)
+        else:
+            at = (net * parts + part) * width + column
+            there = (column < width) & writes
+            tl.store(deltas[sums_place] + at, tl.sum(grad * h, 0), mask=there)
+            tl.store(deltas[sums_place + 1] + at, tl.sum(grad, 0), mask=there)
+            scale = tl.load(params[scale_place] + net * width + column, mask=column < width, other=0)
+            grad = grad * scale[None, :]
+            mean += tl.sum(grad, 1) / width
+            along += tl.sum(grad * h, 1) / width
+        store_rows(delta_ptr, rows, column, grad, True, width)
+    if eps is not None:
+        # Other threads read what these have stored.
+        tl.debug_barrier()
+        rstd = tl.load(hidden[len(SIZES) - 1 + LAYER] + place + row, mask=inside, other=0)
+        for start in tl.range(0, width, columns, num_stages=1):
+            column = start + tl.arange(0, columns)
+            h = load_rows(z_ptr, rows, column, width)
+            grad = load_rows(delta_ptr, rows, column, width)
+            grad = (grad - mean[:, None] - h * along[:, None]) * rstd[:, None]
+            store_rows(delta_ptr, rows, column, grad, True, width)
+            z = scaled(h, params, net, column, LAYER, SIZES, NET)
+            store_rows(z_ptr, rows, column, activate(z, NET[0]), writes, width)
 
 
 @triton.jit
-def hidden_gradients(
-    params, hidden, deltas, net, place, to, rows, SIZES: tl.constexpr, ACTIVATION: tl.constexpr, TURNED: tl.constexpr,
-    PRECISION: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """The gradients by the sums of all hidden layers but the last, whose gradients are in ``deltas`` already.
+def net_gradients(
+    params, hidden, deltas, net, place, to, rows, learns, SIZES: tl.constexpr, NET: tl.constexpr, TILES: tl.constexpr
+):
+    """The gradients by all hidden layers, from that by the result, which is in ``deltas`` already.
 
     Args:
         place, to: in front of the rows of this net in ``hidden`` and in ``deltas``.
+        learns: (number of the program of a net, how many there are, whether its weights learn).
     """
-    for above in tl.static_range(len(SIZES) - 3):
+    for above in tl.static_range(len(SIZES) - 2):
         # Other threads read what these have stored.
         tl.debug_barrier()
-        layer_gradient(
-            params, hidden, deltas, net, place, to, rows, len(SIZES) - 4 - above, SIZES, ACTIVATION, TURNED,
-            PRECISION, WIDTH, DEPTH, STAGES,
-        )  # fmt: skip
+        layer_gradient(params, hidden, deltas, net, place, to, rows, learns, len(SIZES) - 3 - above, SIZES, NET, TILES)
 
 
 # --- gradients of weights ---------------------------------------------------------------------------------------------
@@ -208,83 +313,79 @@ def settle(grad, to, at, inside, optimiser, PLACE: tl.constexpr, AVERAGES: tl.co
 
 @triton.jit
 def weight_gradient_tile(
-    x_ptr, grad_ptr, weight_ptr, bias_ptr, optimiser, number, n, PLACES: tl.constexpr, AVERAGES: tl.constexpr,
-    SHAPES: tl.constexpr, P: tl.constexpr, ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    x_ptr, grad_ptr, weight_ptr, bias_ptr, optimiser, number, n, P: tl.constexpr, SHAPES: tl.constexpr,
+    PLACES: tl.constexpr, AVERAGES: tl.constexpr, HEIGHT: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ``activation(x)^T grad``, and the sums of grad's columns beside those of the first inputs.
+    """One tile of ``x^T grad``, and the sums of grad's columns beside those of the first inputs.
 
     SHAPES, P: see :data:`gpubuf.kernels.perceptrons.weight_gradients`.
     """
+    columns: tl.constexpr = TILES[1]
+    depth: tl.constexpr = TILES[2]
     shared: tl.constexpr = SHAPES[P][1]
     first: tl.constexpr = SHAPES[P][2]
     width: tl.constexpr = SHAPES[P][3]
     fan_in: tl.constexpr = SHAPES[P][4]
     fan_out: tl.constexpr = SHAPES[P][5]
     turned: tl.constexpr = SHAPES[P][6]
-    across: tl.constexpr = (fan_out + WIDTH - 1) // WIDTH
-    down: tl.constexpr = (width + HEIGHT - 1) // HEIGHT
+    across: tl.constexpr = (fan_out + columns - 1) // columns
+    down: tl.constexpr = (width + HEIGHT - 1) // HEIGHT if fan_in > 0 else 1
     net = number // (across * down)
     line = (number // across) % down * HEIGHT + tl.arange(0, HEIGHT)
-    column = number % across * WIDTH + tl.arange(0, WIDTH)
+    column = number % across * columns + tl.arange(0, columns)
     if not shared:
         x_ptr += net * n * width
     grad_ptr += net * n * fan_out
-    total = tl.zeros([HEIGHT, WIDTH], tl.float32)
-    sums = tl.zeros([WIDTH], tl.float32)
-    for start in tl.range(0, n, DEPTH, num_stages=STAGES):
-        row = start + tl.arange(0, DEPTH)
+    total = tl.zeros([HEIGHT, columns], tl.float32)
+    sums = tl.zeros([columns], tl.float32)
+    for start in tl.range(0, n, depth, num_stages=TILES[3]):
+        row = start + tl.arange(0, depth)
         inside = row < n
-        x = tl.load(
-            x_ptr + row[None, :] * width + line[:, None], mask=inside[None, :] & (line < width)[:, None], other=0
-        )
         grad = load_rows(grad_ptr, (row, inside), column, fan_out)
-        if ACTIVATION != NONE:
-            # Where there is no row, nor a gradient, an activation of 0 is 0.
-            x = activate(x, ACTIVATION)
-        total = multiply(x, grad, total, PRECISION)
+        if fan_in > 0:
+            there = inside[None, :] & (line < width)[:, None]
+            x = tl.load(x_ptr + row[None, :] * width + line[:, None], mask=there, other=0)
+            total = multiply(x, grad, total, TILES[0])
         sums += tl.sum(grad, 0)
-    where = (line < width)[:, None] & (column < fan_out)[None, :]
-    if turned:
-        at = net * (fan_in * fan_out) + column[None, :] * fan_in + (first + line)[:, None]
-    else:
-        at = net * (fan_in * fan_out) + (first + line)[:, None] * fan_out + column[None, :]
-    settle(total, weight_ptr, at, where, optimiser, PLACES[2 * P], AVERAGES)
+    if fan_in > 0:
+        where = (line < width)[:, None] & (column < fan_out)[None, :]
+        if turned:
+            at = net * (fan_in * fan_out) + column[None, :] * fan_in + (first + line)[:, None]
+        else:
+            at = net * (fan_in * fan_out) + (first + line)[:, None] * fan_out + column[None, :]
+        settle(total, weight_ptr, at, where, optimiser, PLACES[2 * P], AVERAGES)
     if (first == 0) & (number // across % down == 0):
         settle(sums, bias_ptr, net * fan_out + column, column < fan_out, optimiser, PLACES[2 * P + 1], AVERAGES)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "parts"])
 def perceptrons_weight_gradients_kernel(
     inputs,  # tuple of float32 [nets or 1, n, width]
-    grads,  # tuple of float32 [nets, n, fan_out]
+    grads,  # tuple of float32 [nets, n, fan_out]; [nets, parts, fan_out] of layers without inputs
     weights,  # tuple of float32 [nets, fan_in, fan_out] or turned, out
     biases,  # tuple of float32 [nets, fan_out], out
     n,
+    parts,
     SHAPES: tl.constexpr,
     FIRST: tl.constexpr,
     PLACES: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """Gradients of weights and biases, a tile each. Grid: (FIRST[-1],): product p has the programs from FIRST[p] on."""
     program = tl.program_id(0)
     for p in tl.static_range(len(SHAPES)):
         if (program >= FIRST[p]) & (program < FIRST[p + 1]):
             weight_gradient_tile(
-                inputs[p], grads[p], weights[p], biases[p], None, program - FIRST[p], n, PLACES, False, SHAPES, p,
-                ACTIVATION if SHAPES[p][7] else NONE, PRECISION, WIDTH, HEIGHT, DEPTH, STAGES,
+                inputs[p], grads[p], weights[p], biases[p], None, program - FIRST[p], n if SHAPES[p][4] > 0 else parts,
+                p, SHAPES, PLACES, False, HEIGHT, TILES,
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "parts"])
 def perceptrons_step_kernel(
     inputs,  # tuple of float32 [nets or 1, n, width]
-    grads,  # tuple of float32 [nets, n, fan_out]
+    grads,  # tuple of float32 [nets, n, fan_out]; [nets, parts, fan_out] of layers without inputs
     weights,  # tuple of float32 [nets, fan_in, fan_out] or turned, updated
     biases,  # tuple of float32 [nets, fan_out], updated
     number_ptr,  # float32 [1], updated where HAS_NUMBER
@@ -294,17 +395,14 @@ def perceptrons_step_kernel(
     steps_ptr,  # float32 [E], advanced
     ticket_ptr,  # int64 [1], zero before and afterwards
     n,
+    parts,
     SHAPES: tl.constexpr,
     FIRST: tl.constexpr,
     PLACES: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    TILES: tl.constexpr,
     AVERAGES: tl.constexpr,
     HAS_NUMBER: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """The step of AdamW by gradients that are never stored, and averaged targets.
 
@@ -321,8 +419,8 @@ def perceptrons_step_kernel(
     for p in tl.static_range(len(SHAPES)):
         if (program >= FIRST[p]) & (program < FIRST[p + 1]):
             weight_gradient_tile(
-                inputs[p], grads[p], weights[p], biases[p], optimiser, program - FIRST[p], n, PLACES, AVERAGES, SHAPES,
-                p, ACTIVATION if SHAPES[p][7] else NONE, PRECISION, WIDTH, HEIGHT, DEPTH, STAGES,
+                inputs[p], grads[p], weights[p], biases[p], optimiser, program - FIRST[p],
+                n if SHAPES[p][4] > 0 else parts, p, SHAPES, PLACES, AVERAGES, HEIGHT, TILES,
             )  # fmt: skip
     if HAS_NUMBER:  # noqa: SIM102  compiled only then
         if program == tl.num_programs(0) - 1:

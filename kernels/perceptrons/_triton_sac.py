@@ -8,20 +8,23 @@ import triton
 import triton.language as tl
 
 from gpubuf.kernels import perceptrons
-from gpubuf.kernels.norms._triton import activate, activation_gradient, sigmoid
-from gpubuf.kernels.perceptrons._triton import (
-    add_transposed_product,
-    hidden_gradients,
-    load_rows,
-    load_weight,
-    multiply,
-    run_hidden,
-)
-from gpubuf.kernels.tanh_normal._triton import action_bounds, squash, squash_gradients
+from gpubuf.kernels.categorical._triton import atom_rows, exponentials, store_atoms
+from gpubuf.kernels.norms._triton import sigmoid
+from gpubuf.kernels.perceptrons._triton import add_transposed_product, net_gradients, run_net
+from gpubuf.kernels.tanh_normal._triton import action_bounds, squash, squash_gradients, tanh_sech2
 from gpubuf.kernels.td import SMALLEST
-from gpubuf.kernels.td._triton import MEAN, distance_slope, distance_value, inverse_or_zero, next_value, smallest_critic
+from gpubuf.kernels.td._triton import (
+    AVERAGE,
+    MEAN,
+    distance_slope,
+    distance_value,
+    inverse_or_zero,
+    next_value,
+    one_critic,
+)
 
-COMBINE = tl.constexpr(SMALLEST)
+COMBINE_TARGETS = tl.constexpr(SMALLEST)
+SOFTPLUS = tl.constexpr(perceptrons.SOFTPLUS)
 
 # Places of SCALARS.
 SLOPE, LOSS_QVALUE, ALPHA, LOSS_ACTOR, LOSS_ALPHA, ENTROPY = map(tl.constexpr, range(len(perceptrons.SCALARS)))
@@ -40,11 +43,32 @@ def softplus(x):
 
 
 @triton.jit
+def scale_of(raw, HEAD: tl.constexpr):
+    """(scale, its derivative by raw); see :mod:`gpubuf.kernels.perceptrons`."""
+    if HEAD[0] == SOFTPLUS:
+        raw += HEAD[1]
+        scale = softplus(raw) + HEAD[2]
+        slope = tl.where(raw > 20, 1.0, sigmoid(raw))
+    else:
+        tanh, sech2, _ = tanh_sech2(raw)
+        scale = tl.exp(HEAD[1] + HEAD[2] * tanh)
+        slope = scale * HEAD[2] * sech2
+    return scale, slope
+
+
+@triton.jit
+def load_head(head_ptr, row, known, column, SIZE: tl.constexpr, HEAD: tl.constexpr):
+    """(loc, scale, its derivative by raw) of rows, 0, 1 and anything where they are not ``known``."""
+    at = row[:, None] * (2 * SIZE) + column[None, :]
+    loc = tl.load(head_ptr + at, mask=known, other=0)
+    scale, slope = scale_of(tl.load(head_ptr + at + SIZE, mask=known, other=0), HEAD)
+    return loc, tl.where(known, scale, 1.0), slope
+
+
+@triton.jit
 def draw_actions(
-    state_ptr, params, noise_ptr, low_ptr, high_ptr, hidden, head_ptr, action_ptr, log_prob_ptr, first, rows,
-    SIZES: tl.constexpr, ACTIVATION: tl.constexpr, SHIFT: tl.constexpr, SMALLEST_SCALE: tl.constexpr,
-    HAS_LOW: tl.constexpr, LOW_VALUE: tl.constexpr, HIGH_VALUE: tl.constexpr, PRECISION: tl.constexpr,
-    WIDTH: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, COLUMNS: tl.constexpr,
+    state_ptr, params, noise_ptr, bounds, hidden, action_ptr, log_prob_ptr, first, rows, SIZES: tl.constexpr,
+    NET: tl.constexpr, HEAD: tl.constexpr, BOUNDS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The policy's layers, and its head: actions and their log-densities of one block of rows.
 
@@ -53,38 +77,19 @@ def draw_actions(
     """
     row, inside = rows
     inputs: tl.constexpr = (0, SIZES[0])
-    run_hidden(
-        (state_ptr,), params, hidden, 0, first, rows, SIZES, inputs, ACTIVATION, True, PRECISION, WIDTH, DEPTH, STAGES
-    )
+    run_net((state_ptr,), params, hidden, 0, first, rows, SIZES, inputs, NET, TILES)
     last: tl.constexpr = len(SIZES) - 2
-    fan_in: tl.constexpr = SIZES[last]
     size: tl.constexpr = SIZES[last + 1] // 2
     column = tl.arange(0, COLUMNS)
     there = column < size
-    loc = tl.zeros([row.shape[0], COLUMNS], tl.float32)
-    raw = tl.zeros([row.shape[0], COLUMNS], tl.float32)
-    loc += tl.load(params[2 * last + 1] + column, mask=there, other=0)[None, :]
-    raw += tl.load(params[2 * last + 1] + size + column, mask=there, other=0)[None, :]
-    for start in tl.range(0, fan_in, DEPTH, num_stages=STAGES):
-        line = start + tl.arange(0, DEPTH)
-        x = activate(load_rows(hidden[last - 1] + first * fan_in, rows, line, fan_in), ACTIVATION)
-        known = (line < fan_in)[:, None] & there[None, :]
-        w = load_weight(params[2 * last], line[:, None], column[None, :], known, fan_in, 2 * size, True)
-        loc = multiply(x, w, loc, PRECISION)
-        w = load_weight(params[2 * last], line[:, None], size + column[None, :], known, fan_in, 2 * size, True)
-        raw = multiply(x, w, raw, PRECISION)
-    raw += SHIFT
     known = inside[:, None] & there[None, :]
-    scale = tl.where(known, softplus(raw) + SMALLEST_SCALE, 1.0)
+    loc, scale, _ = load_head(hidden[last], first + row, known, column, size, HEAD)
     at = (first + row)[:, None] * size + column[None, :]
     noise = tl.load(noise_ptr + at, mask=known, other=0)
-    low, high = action_bounds(low_ptr, high_ptr, column, there, tl.float32, HAS_LOW, LOW_VALUE, HIGH_VALUE)
+    low, high = action_bounds(bounds[0], bounds[1], column, there, tl.float32, BOUNDS[0], BOUNDS[1], BOUNDS[2])
     action, log_prob = squash(loc, scale, noise, low[None, :], high[None, :], known)
     tl.store(action_ptr + at, action, mask=known)
     tl.store(log_prob_ptr + first + row, log_prob, mask=inside)
-    at = (first + row)[:, None] * (2 * size) + column[None, :]
-    tl.store(head_ptr + at, loc, mask=known)
-    tl.store(head_ptr + at + size, raw, mask=known)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -92,59 +97,49 @@ def perceptrons_sac_act_kernel(
     next_state_ptr,  # float32 [n, SIZES[0]]
     state_ptr,  # float32 [n, SIZES[0]]
     noise_ptr,  # float32 [2 n, A]
-    low_ptr,  # float32 [A], read where HAS_LOW
-    high_ptr,  # float32 [A], read where HAS_LOW
+    low_ptr,  # float32 [A], read where BOUNDS[0]
+    high_ptr,  # float32 [A], read where BOUNDS[0]
     target,  # params of the actor of the next states
     online,  # params of the actor that learns
     hidden,  # tuple of float32 [2 n, width], out
-    head_ptr,  # float32 [2 n, 2 A], out: loc, and what softplus makes the scale of
     action_ptr,  # float32 [2 n, A], out
     log_prob_ptr,  # float32 [2 n], out
     n,
     SIZES: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SHIFT: tl.constexpr,
-    SMALLEST_SCALE: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    LOW_VALUE: tl.constexpr,
-    HIGH_VALUE: tl.constexpr,
+    NET: tl.constexpr,
+    HEAD: tl.constexpr,
+    BOUNDS: tl.constexpr,  # (whether they are tensors, the lowest and the highest action if not)
     DELAYED: tl.constexpr,  # whether the two actors differ
-    PRECISION: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Actions in the next states and, with twice as many programs, in the states. Grid: (1 or 2 * cdiv(n, BLOCK),)."""
     blocks = (n + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
-    learns = program >= blocks
     row = program % blocks * BLOCK + tl.arange(0, BLOCK)
     rows = (row, row < n)
     first = 0
     x_ptr = next_state_ptr
-    if learns:
+    if program >= blocks:
         first = n
         x_ptr = state_ptr
+    bounds = (low_ptr, high_ptr)
     if DELAYED:
-        if learns:
+        if program < blocks:
             draw_actions(
-                x_ptr, online, noise_ptr, low_ptr, high_ptr, hidden, head_ptr, action_ptr, log_prob_ptr, first, rows,
-                SIZES, ACTIVATION, SHIFT, SMALLEST_SCALE, HAS_LOW, LOW_VALUE, HIGH_VALUE, PRECISION, WIDTH, DEPTH,
-                STAGES, COLUMNS,
+                x_ptr, target, noise_ptr, bounds, hidden, action_ptr, log_prob_ptr, first, rows, SIZES, NET, HEAD,
+                BOUNDS, TILES, COLUMNS,
             )  # fmt: skip
         else:
             draw_actions(
-                x_ptr, target, noise_ptr, low_ptr, high_ptr, hidden, head_ptr, action_ptr, log_prob_ptr, first, rows,
-                SIZES, ACTIVATION, SHIFT, SMALLEST_SCALE, HAS_LOW, LOW_VALUE, HIGH_VALUE, PRECISION, WIDTH, DEPTH,
-                STAGES, COLUMNS,
+                x_ptr, online, noise_ptr, bounds, hidden, action_ptr, log_prob_ptr, first, rows, SIZES, NET, HEAD,
+                BOUNDS, TILES, COLUMNS,
             )  # fmt: skip
     else:
         draw_actions(
-            x_ptr, online, noise_ptr, low_ptr, high_ptr, hidden, head_ptr, action_ptr, log_prob_ptr, first, rows,
-            SIZES, ACTIVATION, SHIFT, SMALLEST_SCALE, HAS_LOW, LOW_VALUE, HIGH_VALUE, PRECISION, WIDTH, DEPTH,
-            STAGES, COLUMNS,
+            x_ptr, online, noise_ptr, bounds, hidden, action_ptr, log_prob_ptr, first, rows, SIZES, NET, HEAD, BOUNDS,
+            TILES, COLUMNS,
         )  # fmt: skip
 
 
@@ -152,25 +147,30 @@ def perceptrons_sac_act_kernel(
 
 
 @triton.jit
-def value_rows(
+def load_masses(logits_ptr, rows, ATOMS: tl.constexpr, COLUMNS: tl.constexpr, SUPPORT: tl.constexpr):
+    """(softmax of the logits of rows, its expected value, how far each atom is above it)."""
+    row, inside = rows
+    e, _, _ = exponentials(atom_rows(logits_ptr, row, inside, ATOMS, COLUMNS, tl.float32, -float("inf")))
+    mass = e * (1 / tl.sum(e, 1))[:, None]
+    atom = tl.arange(0, COLUMNS)[None, :]
+    spacing: tl.constexpr = (SUPPORT[1] - SUPPORT[0]) / (ATOMS - 1)
+    value = tl.sum(mass * atom, 1) * spacing + SUPPORT[0]
+    return mass, value, atom * spacing + SUPPORT[0] - value[:, None]
+
+
+@triton.jit
+def values_of_rows(
     state_ptr, action_ptr, params, hidden, q_ptr, net, place, rows, SIZES: tl.constexpr, INPUTS: tl.constexpr,
-    ACTIVATION: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
+    NET: tl.constexpr, SUPPORT: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Values of one block of rows by one net."""
     row, inside = rows
-    run_hidden(
-        (state_ptr, action_ptr), params, hidden, net, place, rows, SIZES, INPUTS, ACTIVATION, TURNED, PRECISION, WIDTH,
-        DEPTH, STAGES,
-    )  # fmt: skip
+    run_net((state_ptr, action_ptr), params, hidden, net, place, rows, SIZES, INPUTS, NET, TILES)
     last: tl.constexpr = len(SIZES) - 2
-    width: tl.constexpr = SIZES[last]
-    q = tl.load(params[2 * last + 1] + net) + tl.zeros([row.shape[0]], tl.float32)
-    for start in tl.range(0, width, WIDTH, num_stages=1):
-        column = start + tl.arange(0, WIDTH)
-        x = activate(load_rows(hidden[last - 1] + place * width, rows, column, width), ACTIVATION)
-        q += tl.sum(x * tl.load(params[2 * last] + net * width + column, mask=column < width, other=0)[None, :], 1)
-    tl.store(q_ptr + place + row, q, mask=inside)
+    atoms: tl.constexpr = SIZES[last + 1]
+    if atoms > 1:
+        _, value, _ = load_masses(hidden[last] + place * atoms, rows, atoms, COLUMNS, SUPPORT)
+        tl.store(q_ptr + place + row, value, mask=inside)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -181,19 +181,17 @@ def perceptrons_sac_values_kernel(
     drawn_ptr,  # float32 [2 n, A]
     target,  # params of the critics of the next states
     online,  # params of the critics that learn
-    hidden,  # tuple of float32 [3, NETS, n, width], out
-    q_ptr,  # float32 [3, NETS, n], out: of next states, of the batch, of the policy
+    hidden,  # tuple of float32 [3, NETS, n, width], out: of next states, of the batch, of the policy
+    q_ptr,  # float32 [3, NETS, n], out where critics have several outputs
     n,
     NETS: tl.constexpr,
     SIZES: tl.constexpr,
     INPUTS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    TURNED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    NET: tl.constexpr,
+    SUPPORT: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Values of a block of rows by one net. Grid: (2 or 3 times NETS cdiv(n, BLOCK),)."""
     blocks = (n + BLOCK - 1) // BLOCK
@@ -203,18 +201,17 @@ def perceptrons_sac_values_kernel(
     row = program % blocks * BLOCK + tl.arange(0, BLOCK)
     rows = (row, row < n)
     if job < NETS:
-        value_rows(
-            next_state_ptr, drawn_ptr, target, hidden, q_ptr, net, job * n, rows, SIZES, INPUTS, ACTIVATION, TURNED,
-            PRECISION, WIDTH, DEPTH, STAGES,
+        values_of_rows(
+            next_state_ptr, drawn_ptr, target, hidden, q_ptr, net, job * n, rows, SIZES, INPUTS, NET, SUPPORT, TILES,
+            COLUMNS,
         )  # fmt: skip
     else:
         a_ptr = action_ptr
         if job >= 2 * NETS:
             a_ptr = drawn_ptr + n * INPUTS[3]
-        value_rows(
-            state_ptr, a_ptr, online, hidden, q_ptr, net, job * n, rows, SIZES, INPUTS, ACTIVATION, TURNED, PRECISION,
-            WIDTH, DEPTH, STAGES,
-        )  # fmt: skip
+        values_of_rows(
+            state_ptr, a_ptr, online, hidden, q_ptr, net, job * n, rows, SIZES, INPUTS, NET, SUPPORT, TILES, COLUMNS
+        )
 
 
 # --- losses -----------------------------------------------------------------------------------------------------------
@@ -250,7 +247,7 @@ def td_targets(q_ptr, log_prob_ptr, alpha, returns, row, inside, n, NETS: tl.con
     """``r + gamma^steps (1 - terminated) (min_k q[k] - alpha log_prob)`` of rows."""
     reward_ptr, terminated_ptr, gamma_ptr, steps_ptr = returns
     gamma = tl.load(gamma_ptr).to(tl.float64)
-    value, discount = next_value(q_ptr, None, steps_ptr, gamma, row, inside, n, NETS, tl.float32, COMBINE)
+    value, discount = next_value(q_ptr, None, steps_ptr, gamma, row, inside, n, NETS, tl.float32, COMBINE_TARGETS)
     value -= alpha * tl.load(log_prob_ptr + row, mask=inside, other=0)
     terminated = tl.load(terminated_ptr + row, mask=inside, other=0) != 0
     reward = tl.load(reward_ptr + row, mask=inside, other=0).to(tl.float32)
@@ -258,20 +255,15 @@ def td_targets(q_ptr, log_prob_ptr, alpha, returns, row, inside, n, NETS: tl.con
 
 
 @triton.jit
-def store_losses(
-    q_ptr, log_prob_ptr, log_alpha, target_entropy, returns, weight_ptr, norm, td_error_ptr, scalars_ptr, n,
-    NETS: tl.constexpr, LOSS_FUNCTION: tl.constexpr, POLICY: tl.constexpr, SUMS: tl.constexpr,
+def store_value_loss(
+    q_ptr, log_prob_ptr, alpha, returns, weight_ptr, norm, td_error_ptr, scalars_ptr, n, NETS: tl.constexpr,
+    LOSS_FUNCTION: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """The losses of the whole batch, and the error of each row."""
-    alpha = tl.exp(log_alpha)
-    of_values = tl.zeros([SUMS], tl.float32)
-    of_actions = tl.zeros([SUMS], tl.float32)
-    of_alpha = tl.zeros([SUMS], tl.float32)
-    surprise = tl.zeros([SUMS], tl.float32)
+    """The critics' loss of the whole batch, and the error of each row."""
+    total = tl.zeros([SUMS], tl.float32)
     for start in tl.range(0, n, SUMS, num_stages=1):
         row = start + tl.arange(0, SUMS)
         inside = row < n
-        weight = weights_of(weight_ptr, row, inside)
         target = td_targets(q_ptr, log_prob_ptr, alpha, returns, row, inside, n, NETS)
         loss = tl.zeros([SUMS], tl.float32)
         largest = tl.zeros([SUMS], tl.float32)
@@ -281,21 +273,48 @@ def store_losses(
             # A NaN stays: the comparison of a NaN with itself fails, and so does any that would replace it.
             largest = tl.where((tl.abs(d) > largest) | (d != d), tl.abs(d), largest)
         tl.store(td_error_ptr + row, largest, mask=inside)
-        of_values += tl.where(inside, weight * loss, 0.0)
-        if POLICY:
-            log_prob = tl.load(log_prob_ptr + n + row, mask=inside, other=0)
-            smallest, _ = smallest_critic(q_ptr + 2 * NETS * n, row, inside, n, NETS, tl.float32)
-            of_actions += tl.where(inside, weight * (alpha * log_prob - smallest), 0.0)
-            of_alpha -= tl.where(inside, weight * (log_prob + target_entropy), 0.0)
-            surprise -= log_prob
-    tl.store(scalars_ptr + LOSS_QVALUE, tl.sum(of_values, 0) * norm)
-    tl.store(scalars_ptr + ALPHA, alpha)
-    if POLICY:
-        slope = tl.sum(of_alpha, 0) * norm
-        tl.store(scalars_ptr + LOSS_ACTOR, tl.sum(of_actions, 0) * norm)
-        tl.store(scalars_ptr + LOSS_ALPHA, log_alpha * slope)
-        tl.store(scalars_ptr + ENTROPY, tl.sum(surprise, 0) / n)
-        tl.store(scalars_ptr + SLOPE, slope)
+        total += tl.where(inside, weights_of(weight_ptr, row, inside) * loss, 0.0)
+    tl.store(scalars_ptr + LOSS_QVALUE, tl.sum(total, 0) * norm)
+
+
+@triton.jit
+def store_actor_loss(
+    q_ptr, log_prob_ptr, alpha, weight_ptr, norm, scalars_ptr, n, NETS: tl.constexpr, COMBINE: tl.constexpr,
+    SUMS: tl.constexpr,
+):  # fmt: skip
+    """The policy's loss of the whole batch, and its entropy."""
+    total = tl.zeros([SUMS], tl.float32)
+    surprise = tl.zeros([SUMS], tl.float32)
+    for start in tl.range(0, n, SUMS, num_stages=1):
+        row = start + tl.arange(0, SUMS)
+        inside = row < n
+        log_prob = tl.load(log_prob_ptr + row, mask=inside, other=0)
+        value, _ = one_critic(q_ptr, row, inside, n, NETS, tl.float32, COMBINE)
+        total += tl.where(inside, weights_of(weight_ptr, row, inside) * (alpha * log_prob - value), 0.0)
+        surprise -= log_prob
+    tl.store(scalars_ptr + LOSS_ACTOR, tl.sum(total, 0) * norm)
+    tl.store(scalars_ptr + ENTROPY, tl.sum(surprise, 0) / n)
+
+
+@triton.jit
+def store_temperature_loss(
+    log_prob_ptr, log_alpha, target_entropy, weight_ptr, norm, scalars_ptr, n, BY_ALPHA: tl.constexpr,
+    SUMS: tl.constexpr,
+):  # fmt: skip
+    """The temperature's loss of the whole batch, and its derivative."""
+    total = tl.zeros([SUMS], tl.float32)
+    for start in tl.range(0, n, SUMS, num_stages=1):
+        row = start + tl.arange(0, SUMS)
+        inside = row < n
+        log_prob = tl.load(log_prob_ptr + row, mask=inside, other=0)
+        total -= tl.where(inside, weights_of(weight_ptr, row, inside) * (log_prob + target_entropy), 0.0)
+    slope = tl.sum(total, 0) * norm
+    loss = slope * log_alpha
+    if BY_ALPHA:
+        slope *= tl.exp(log_alpha)
+        loss = slope
+    tl.store(scalars_ptr + LOSS_ALPHA, loss)
+    tl.store(scalars_ptr + SLOPE, slope)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -308,86 +327,102 @@ def perceptrons_sac_value_gradients_kernel(
     terminated_ptr,  # bool as uint8 [n]
     gamma_ptr,  # float64 [1]
     steps_ptr,  # any number [n], read where HAS_STEPS
+    mass_ptr,  # float32 [NETS, n, atoms], or [n, atoms] where SHARED; read where critics have several outputs
     weight_ptr,  # any float [n], read where HAS_WEIGHT
     online,  # params of the critics
-    hidden,  # tuple of float32 [3, NETS, n, width]
+    hidden,  # tuple of float32 [3, NETS, n, width], outputs of the critics that learn replace what is theirs
     deltas,  # tuple of float32 [2, NETS, n, width], out
-    grad_q_ptr,  # float32 [NETS, n], out
     grad_action_ptr,  # float32 [NETS, n, A], out where POLICY
-    td_error_ptr,  # float32 [n], out
+    td_error_ptr,  # float32 [n], out where critics have one output
     scalars_ptr,  # float32 [6], out
     n,
     NETS: tl.constexpr,
     SIZES: tl.constexpr,
     INPUTS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    TURNED: tl.constexpr,
+    NET: tl.constexpr,
+    SUPPORT: tl.constexpr,
     LOSS_FUNCTION: tl.constexpr,
     REDUCTION: tl.constexpr,
+    COMBINE: tl.constexpr,
+    VALUE_FACTOR: tl.constexpr,  # of the gradients of several outputs
+    SHARED: tl.constexpr,
     HAS_STEPS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    NEXT_ENTROPY: tl.constexpr,
+    BY_ALPHA: tl.constexpr,
     POLICY: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
+    ATOM_COLUMNS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Gradients of the critics' layers, from their loss and from the policy's; the last program has the losses.
+    """Gradients of the critics' layers, from their loss and from the policy's; the first program has the losses.
 
     Grid: (1 or 2 times NETS cdiv(n, BLOCK), and one more,).
     """
     blocks = (n + BLOCK - 1) // BLOCK
-    program = tl.program_id(0)
+    program = tl.program_id(0) - 1
     job = program // blocks
     net = job % NETS
     log_alpha = tl.load(log_alpha_ptr)
+    alpha = tl.exp(log_alpha)
     weights_ptr = weight_ptr if HAS_WEIGHT else None
     returns = (reward_ptr, terminated_ptr, gamma_ptr, steps_ptr if HAS_STEPS else None)
     norm = norm_of(weights_ptr, n, REDUCTION, SUMS)
-    if program == tl.num_programs(0) - 1:
-        target_entropy = tl.load(target_entropy_ptr)
-        store_losses(
-            q_ptr, log_prob_ptr, log_alpha, target_entropy, returns, weights_ptr, norm, td_error_ptr, scalars_ptr, n,
-            NETS, LOSS_FUNCTION, POLICY, SUMS,
-        )  # fmt: skip
+    last: tl.constexpr = len(SIZES) - 2
+    outputs: tl.constexpr = SIZES[last + 1]
+    if program < 0:
+        tl.store(scalars_ptr + ALPHA, alpha)
+        if outputs == 1:
+            store_value_loss(
+                q_ptr, log_prob_ptr, alpha, returns, weights_ptr, norm, td_error_ptr, scalars_ptr, n, NETS,
+                LOSS_FUNCTION, SUMS,
+            )  # fmt: skip
+        if POLICY:
+            store_actor_loss(
+                q_ptr + 2 * NETS * n, log_prob_ptr + n, alpha, weights_ptr, norm, scalars_ptr, n, NETS, COMBINE, SUMS
+            )
+        if POLICY or NEXT_ENTROPY:
+            of_ptr = log_prob_ptr if NEXT_ENTROPY else log_prob_ptr + n
+            store_temperature_loss(
+                of_ptr, log_alpha, tl.load(target_entropy_ptr), weights_ptr, norm, scalars_ptr, n, BY_ALPHA, SUMS
+            )
     else:
         row = program % blocks * BLOCK + tl.arange(0, BLOCK)
         inside = row < n
         rows = (row, inside)
         factor = norm * weights_of(weights_ptr, row, inside)
-        if job < NETS:
-            target = td_targets(q_ptr, log_prob_ptr, tl.exp(log_alpha), returns, row, inside, n, NETS)
-            d = tl.load(q_ptr + (NETS + net) * n + row, mask=inside, other=0) - target
-            grad = factor * distance_slope(d, LOSS_FUNCTION)
-            tl.store(grad_q_ptr + net * n + row, grad, mask=inside)
-        else:
-            _, which = smallest_critic(q_ptr + 2 * NETS * n, row, inside, n, NETS, tl.float32)
-            grad = tl.where(which == net, -factor, 0.0)
-        last: tl.constexpr = len(SIZES) - 2
-        width: tl.constexpr = SIZES[last]
         place = (NETS + job) * n
         to = job * n
-        for start in tl.range(0, width, WIDTH, num_stages=1):
-            column = start + tl.arange(0, WIDTH)
-            w = tl.load(online[2 * last] + net * width + column, mask=column < width, other=0)
-            z = load_rows(hidden[last - 1] + place * width, rows, column, width)
-            at = deltas[last - 1] + to * width + row[:, None] * width + column[None, :]
-            delta = activation_gradient(grad[:, None] * w[None, :], z, ACTIVATION)
-            tl.store(at, delta, mask=inside[:, None] & (column < width)[None, :])
-        hidden_gradients(
-            online, hidden, deltas, net, place, to, rows, SIZES, ACTIVATION, TURNED, PRECISION, WIDTH, DEPTH, STAGES
-        )
+        if job >= NETS:
+            # In the policy's loss: of each critic, or of the first that attains the minimum.
+            _, which = one_critic(q_ptr + 2 * NETS * n, row, inside, n, NETS, tl.float32, COMBINE)
+            factor = -factor / NETS if COMBINE == AVERAGE else tl.where(which == net, -factor, 0.0)
+        if outputs > 1:
+            mass, _, above = load_masses(hidden[last] + place * outputs, rows, outputs, ATOM_COLUMNS, SUPPORT)
+            if job < NETS:
+                m_ptr = mass_ptr if SHARED else mass_ptr + net * n * outputs
+                mass -= atom_rows(m_ptr, row, inside, outputs, ATOM_COLUMNS, tl.float32, 0.0)
+                factor *= VALUE_FACTOR
+            else:
+                mass *= above
+            store_atoms(deltas[last] + to * outputs, row, inside, factor[:, None] * mass, outputs, ATOM_COLUMNS)
+        else:
+            if job < NETS:
+                target = td_targets(q_ptr, log_prob_ptr, alpha, returns, row, inside, n, NETS)
+                d = tl.load(q_ptr + place + row, mask=inside, other=0) - target
+                factor *= distance_slope(d, LOSS_FUNCTION)
+            tl.store(deltas[last] + to + row, factor, mask=inside)
+        learns = (program % blocks, blocks, job < NETS)
+        net_gradients(online, hidden, deltas, net, place, to, rows, learns, SIZES, NET, TILES)
         if job >= NETS:
             tl.debug_barrier()
             size: tl.constexpr = INPUTS[3]
             column = tl.arange(0, COLUMNS)
             of_action = add_transposed_product(
-                tl.zeros([BLOCK, COLUMNS], tl.float32), deltas[0] + to * SIZES[1], rows,
-                online[0] + net * (SIZES[0] * SIZES[1]), INPUTS[2] + column, INPUTS[2] + size, SIZES[0],
-                SIZES[1], TURNED, PRECISION, DEPTH, STAGES,
+                tl.zeros([BLOCK, COLUMNS], tl.float32), deltas[0] + to * SIZES[1], online, net, rows,
+                INPUTS[2] + column, 0, INPUTS[2] + size, SIZES, NET, TILES,
             )  # fmt: skip
             at = grad_action_ptr + net * n * size + row[:, None] * size + column[None, :]
             tl.store(at, of_action, mask=inside[:, None] & (column < size)[None, :])
@@ -399,39 +434,30 @@ def perceptrons_sac_action_gradients_kernel(
     log_alpha_ptr,  # float32 [1]
     weight_ptr,  # any float [n], read where HAS_WEIGHT
     noise_ptr,  # float32 [2 n, A]
-    low_ptr,  # float32 [A], read where HAS_LOW
-    high_ptr,  # float32 [A], read where HAS_LOW
-    head_ptr,  # float32 [2 n, 2 A]
+    low_ptr,  # float32 [A], read where BOUNDS[0]
+    high_ptr,  # float32 [A], read where BOUNDS[0]
     online,  # params of the actor
-    hidden,  # tuple of float32 [2 n, width]
+    hidden,  # tuple of float32 [2 n, width], outputs in the states replace what is there
     deltas,  # tuple of float32 [n, width], out
-    grad_head_ptr,  # float32 [n, 2 A], out
     n,
     NETS: tl.constexpr,
     SIZES: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    NET: tl.constexpr,
+    HEAD: tl.constexpr,
+    BOUNDS: tl.constexpr,
     REDUCTION: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    SMALLEST_SCALE: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    LOW_VALUE: tl.constexpr,
-    HIGH_VALUE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
     COLUMNS: tl.constexpr,
     SUMS: tl.constexpr,
 ):
     """Gradients of the actor's layers, from those of actions and log-densities. Grid: (cdiv(n, BLOCK),)."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < n
-    rows = (row, inside)
     weights_ptr = weight_ptr if HAS_WEIGHT else None
     factor = norm_of(weights_ptr, n, REDUCTION, SUMS) * weights_of(weights_ptr, row, inside)
     last: tl.constexpr = len(SIZES) - 2
-    width: tl.constexpr = SIZES[last]
     size: tl.constexpr = SIZES[last + 1] // 2
     column = tl.arange(0, COLUMNS)
     there = column < size
@@ -441,28 +467,12 @@ def perceptrons_sac_action_gradients_kernel(
     for net in tl.static_range(NETS):
         grad_action += tl.load(grad_action_ptr + net * n * size + at, mask=known, other=0)
     noise = tl.load(noise_ptr + n * size + at, mask=known, other=0)
-    of_head = (n + row)[:, None] * (2 * size) + column[None, :]
-    loc = tl.load(head_ptr + of_head, mask=known, other=0)
-    raw = tl.load(head_ptr + of_head + size, mask=known, other=0)
-    scale = tl.where(known, softplus(raw) + SMALLEST_SCALE, 1.0)
-    low, high = action_bounds(low_ptr, high_ptr, column, there, tl.float32, HAS_LOW, LOW_VALUE, HIGH_VALUE)
-    slope = grad_action * ((high - low) * 0.5)[None, :]
+    loc, scale, slope = load_head(hidden[last], n + row, known, column, size, HEAD)
+    low, high = action_bounds(low_ptr, high_ptr, column, there, tl.float32, BOUNDS[0], BOUNDS[1], BOUNDS[2])
     grad_log_prob = (factor * tl.exp(tl.load(log_alpha_ptr)))[:, None] + tl.zeros([BLOCK, COLUMNS], tl.float32)
-    of_loc, of_scale = squash_gradients(loc, scale, noise, slope, grad_log_prob)
-    of_raw = of_scale * tl.where(raw > 20, 1.0, sigmoid(raw))
-    of_loc = tl.where(known, of_loc, 0.0)
-    of_raw = tl.where(known, of_raw, 0.0)
+    of_loc, of_scale = squash_gradients(loc, scale, noise, grad_action * ((high - low) * 0.5)[None, :], grad_log_prob)
     at = row[:, None] * (2 * size) + column[None, :]
-    tl.store(grad_head_ptr + at, of_loc, mask=known)
-    tl.store(grad_head_ptr + at + size, of_raw, mask=known)
-    for start in tl.range(0, width, WIDTH, num_stages=1):
-        line = start + tl.arange(0, WIDTH)
-        inner = there[:, None] & (line < width)[None, :]
-        w = load_weight(online[2 * last], line[None, :], column[:, None], inner, width, 2 * size, True)
-        grad = multiply(of_loc, w, tl.zeros([BLOCK, WIDTH], tl.float32), PRECISION)
-        w = load_weight(online[2 * last], line[None, :], size + column[:, None], inner, width, 2 * size, True)
-        grad = multiply(of_raw, w, grad, PRECISION)
-        z = load_rows(hidden[last - 1] + n * width, rows, line, width)
-        where = deltas[last - 1] + row[:, None] * width + line[None, :]
-        tl.store(where, activation_gradient(grad, z, ACTIVATION), mask=inside[:, None] & (line < width)[None, :])
-    hidden_gradients(online, hidden, deltas, 0, n, 0, rows, SIZES, ACTIVATION, True, PRECISION, WIDTH, DEPTH, STAGES)
+    tl.store(deltas[last] + at, of_loc, mask=known)
+    tl.store(deltas[last] + at + size, of_scale * slope, mask=known)
+    learns = (tl.program_id(0), tl.num_programs(0), True)
+    net_gradients(online, hidden, deltas, 0, n, 0, (row, inside), learns, SIZES, NET, TILES)

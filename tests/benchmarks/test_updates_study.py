@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +30,9 @@ def test_an_update_of_soft_actor_critic_is_few_kernels():
     counted = committed()
     assert counted["sac", False, OURS] <= 7
     assert counted["sac", True, OURS] <= 9
+    assert counted["fastsac", False, OURS] <= 11
+    for form in (BY_HAND, f"{OURS}, autograd"):
+        assert counted["fastsac", False, form] > 9 * counted["fastsac", False, OURS]
     for form in (BY_HAND, updates.SEPARATE, f"{OURS}, autograd"):
         assert counted["sac", True, form] > 8 * counted["sac", True, OURS]
 
@@ -58,11 +65,39 @@ def test_updates_are_timed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(updates, "STORED", 64)
     monkeypatch.setattr(updates, "probe_of", lambda device: lambda: 3.0)
     monkeypatch.setattr(updates.clocks, "runs", lambda call, *_: (call(), [2e-6])[1])
-    found = updates.timed("cpu", (8,), ("sac",))
+    found = [*updates.timed("cpu", (8,), ("sac",))]
+    ours = (OURS, f"{OURS}, priorities", f"{OURS}, priorities, prefetch")
     assert {(each["form"], each["precision"]) for each in found} == {
-        (form, how) for form in (BY_HAND, updates.SEPARATE, OURS) for how in ("highest", "high")
+        (form, how) for form in (BY_HAND, updates.SEPARATE, *ours) for how in ("highest", "high")
     }
     assert all(each["microseconds"] == pytest.approx(2) for each in found)
+
+
+def test_updates_that_are_compiled_are_timed_last_and_none_after_the_deadline(monkeypatch: pytest.MonkeyPatch):
+    """A compiler takes a minute for some, and the time of a stage may be over before."""
+    monkeypatch.setattr(updates, "probe_of", lambda device: lambda: 3.0)
+    monkeypatch.setattr(updates.clocks, "runs", lambda call, *_: (call(), [2e-6])[1])
+    monkeypatch.setattr(updates, "timed_forms", lambda *_: dict.fromkeys((BY_HAND, OURS), lambda: lambda: None))
+    monkeypatch.setattr(updates.gpubuf, "capture", lambda update, device: update)
+    monkeypatch.setattr(torch, "compile", lambda update, mode="": update)
+    found = [*updates.timed("cuda", (8,), ("sac", "td3"))]
+    forms = [each["form"] for each in found]
+    assert {*forms[:8]} == {BY_HAND, OURS}
+    assert {*forms[8:]} == {f"{BY_HAND}, reduce-overhead", f"{BY_HAND}, compiled, in a graph"}
+    assert len(forms) == 16
+    assert {each["algorithm"] for each in found[:8]} == {"sac", "td3"}
+    assert [*updates.timed("cuda", (8,), ("sac",), deadline=time.time() - 1)] == []
+
+
+def test_results_are_kept_when_an_update_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def cut(*_: Any) -> Iterator[dict[str, Any]]:
+        yield {"form": OURS}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(updates, "timed", cut)
+    with pytest.raises(KeyboardInterrupt):
+        updates.main(["cpu", "--out", str(tmp_path / "found.json")])
+    assert json.loads((tmp_path / "found.json").read_text())["update_times"] == [{"form": OURS}]
 
 
 def test_the_model_of_networks_knows_what_takes_time():

@@ -101,7 +101,7 @@ def main(algorithms: list[str]) -> dict[str, Any]:
         for form, make in updates.forms(algorithm, 256, prioritized, "cpu").items():
             ways: dict[str, dict[Any, Any]] = {form: {}}
             if form == updates.OURS:
-                ways = {f"{form}, autograd": {}, **({form: FUSED} if algorithm == "sac" else {})}
+                ways = {f"{form}, autograd": {}, **({form: FUSED} if algorithm in ("sac", "fastsac") else {})}
             for way, known in ways.items():
                 learner.KNOWN = known
                 kernels = count(make(), launched, stub)

@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gpubuf.data.recording import Recording
+from gpubuf.modules import LayerNorm, make_fastsac_actor, make_fastsac_critic
+from gpubuf.objectives import DistributionalSACLoss
 from gpubuf.objectives.fused import FusedSACUpdate
 from gpubuf.optim import AdamW
 from tests.support.counted_launches import counted_launches
 from tests.support.graph_recorder import RecordedCuda
 from tests.support.interpreter import triton_on_cpu
-from tests.support.learners import CHANGES, CONSTANT, World, changed, sac_loss, transitions
+from tests.support.learners import ACTION, CHANGES, CONSTANT, OBSERVATION, World, changed, sac_loss, transitions
 
 F32 = torch.float32
 
@@ -176,6 +179,33 @@ def test_updates_under_autocast_are_captured_and_a_graph_of_float32_is_not_repla
     assert captures(machine) == 2
 
 
+@pytest.mark.parametrize("capture", [False, True])
+def test_transforms_of_the_buffer_compute_without_autocast(capture, machine: RecordedCuda):
+    """An autocast around the learner is for the loss: batches are those of a buffer without a learner."""
+    world, seen = world_of(capture=capture), []
+    network = torch.nn.Linear(OBSERVATION, OBSERVATION)
+
+    def encoded(batch: TensorDict) -> TensorDict:
+        with torch.no_grad():
+            features = network(batch["observation"])
+        seen.append((features.dtype, torch.is_autocast_enabled("cpu")))
+        return batch.set("observation", features)
+
+    world.buffer.append_transform(encoded)
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, _, out: seen.append("loss") if getattr(out, "dtype", None) is torch.bfloat16 else None
+    )
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            world.run(5)
+            assert torch.is_autocast_enabled("cpu")
+    finally:
+        hook.remove()
+    assert world.learner.captured == capture
+    assert "loss" in seen
+    assert set(seen) == {"loss", (F32, False)}
+
+
 @pytest.mark.parametrize(("policy", "launches"), [(True, 5), (False, 4)])
 def test_launches(policy, launches, machine: RecordedCuda):
     """Of a whole update, with the step of the optimiser and of the targets; the noise is PyTorch's launch."""
@@ -290,3 +320,54 @@ def test_an_autocast_around_several_updates_is_one_around_each(capture, machine:
         states.append(world.state())
     due, found = states
     assert not [name for name in due if not torch.equal(found[name], due[name])]
+
+
+def fastsac_world(**options: Any) -> World:
+    """Whose critics are categorical, and whose networks have layer norms."""
+    torch.manual_seed(1)
+    actor, critic = make_fastsac_actor(OBSERVATION, ACTION, (9, 6)), make_fastsac_critic(OBSERVATION, ACTION, (10, 7))
+    return world_of(loss=DistributionalSACLoss.fastsac(actor, critic), **options)
+
+
+def test_fastsac_is_captured(machine: RecordedCuda):
+    """With a policy that learns once in four updates: bit for bit what eager updates are, priorities too."""
+    due, world = fastsac_world(capture=False), fastsac_world()
+    for each in (due, world):
+        torch.manual_seed(0)
+        each.run(24, policy_every=4)
+        each.loss.reward_scale.fill_(0.5)
+        each.run(8, policy_every=4)
+    found, expected = world.state(), due.state()
+    assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert isinstance(world.learner._explicit, FusedSACUpdate)
+    assert captures(machine) == 2
+    assert world.learner.captured
+
+
+def test_fastsac_learns_as_by_autograd(machine: RecordedCuda):
+    """Parameters, moments, targets and priorities after some updates, up to rounding."""
+    worlds = [fastsac_world(general=general, capture=False) for general in (False, True)]
+    for world in worlds:
+        torch.manual_seed(0)
+        world.run(8, policy_every=2)
+    found, due = (world.state() for world in worlds)
+    assert found.keys() == due.keys()
+    for name in due:
+        torch.testing.assert_close(found[name], due[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_another_epsilon_of_norms_leads_to_another_graph(machine: RecordedCuda):
+    worlds = [fastsac_world(capture=capture) for capture in (False, True)]
+    for world in worlds:
+        torch.manual_seed(0)
+        world.run(5)
+        for part in world.loss.modules():
+            if isinstance(part, LayerNorm):
+                part.eps = 0.5
+        for part in world.loss._critics.network.modules():
+            if isinstance(part, LayerNorm):
+                part.eps = 0.25
+        world.run(5)
+    due, found = (world.state() for world in worlds)
+    assert not [name for name in due if not torch.equal(found[name], due[name])]
+    assert captures(machine) == 2

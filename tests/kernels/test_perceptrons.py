@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels import perceptrons
+from gpubuf.kernels.categorical import MIN, MIXTURE
 from gpubuf.kernels.norms import RELU, SILU
-from gpubuf.kernels.perceptrons import BF16
-from gpubuf.kernels.td import L1, L2
+from gpubuf.kernels.perceptrons import BF16, SQUASHED
+from gpubuf.kernels.td import AVERAGE, L1, L2
 from gpubuf.optim import AdamW
 from tests.kernels.reference import perceptrons as reference
 from tests.support.interpreter import triton_on_cpu
@@ -20,6 +21,11 @@ from tests.support.perceptrons_setup import Problem, run
 from tests.support.planting import planted
 
 F32, F64 = torch.float32, torch.float64
+
+FASTSAC: dict[str, Any] = {
+    "atoms": 21, "critics_eps": 1e-5, "actor_eps": 1e-5, "activation": SILU, "head": SQUASHED, "combine": AVERAGE,
+    "next_entropy": True, "by_alpha": True,
+}  # fmt: skip
 
 PROBLEMS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -34,6 +40,15 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "three nets": {
         "nets": 3, "action_first": True, "delayed": True, "turned": True, "weighted": True, "bounded": True, "size": 9
     },
+    "norms": {"critics_eps": 1e-5, "actor_eps": 1e-3, "activation": SILU, "weighted": True, "n": 33},
+    "norms of critics alone, wide": {"critics_eps": 1e-5, "hidden": (130, 70, 9), "n": 35, "turned": True},
+    "norms of the actor alone": {"actor_eps": 1e-5, "hidden": (9,), "delayed": True},
+    "FastSAC": {**FASTSAC, "n": 35, "weighted": True, "hidden": (40, 24, 17)},
+    "FastSAC's critics alone": {**FASTSAC, "policy": False, "average": True, "hidden": (70,)},
+    "atoms of the smallest": {
+        "atoms": 5, "target": MIN, "by_alpha": True, "weighted": True, "nets": 3, "reduction": "sum", "bounded": True
+    },
+    "atoms of all": {"atoms": 130, "target": MIXTURE, "combine": AVERAGE, "head": SQUASHED, "delayed": True},
 }  # fmt: skip
 
 
@@ -57,7 +72,7 @@ def assert_same(found: dict[str, Any], due: dict[str, Any], tolerance: float = 2
 
 
 #: Those of quick runs and of the gates.
-GATE = ("turned, SiLU", "critics alone", "three nets")
+GATE = ("turned, SiLU", "critics alone", "three nets", "FastSAC", "atoms of the smallest")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.gate] * (n in GATE)) for n in PROBLEMS])
@@ -72,7 +87,7 @@ def test_a_step_is_the_optimisers_by_the_same_gradients(backend, name):
     given = Problem(**PROBLEMS[name])
     found = run(given)
     inputs, grads, weights, biases, shapes = found["products"]
-    slope = found["slope"].reshape(()) if given.policy else None
+    slope = found["slope"].reshape(()) if "slope" in found else None
     gradients = [*found["of_critics"], *found.get("of_actor", ()), *([] if slope is None else [slope])]
     learning = [*given.critics, *(given.actor if given.policy else ()), *([] if slope is None else [given.log_alpha])]
     place = {id(each): i for i, each in enumerate(gradients)}
@@ -86,10 +101,10 @@ def test_a_step_is_the_optimisers_by_the_same_gradients(backend, name):
         places = optimizer.places_of(params)
         assert places is not None
         last = [places[each] for each in order] + places[len(gradients) - (slope is not None) :]
-        products = (inputs, grads, slope, shapes, last, given.activation, given.precision)
+        products = (inputs, grads, slope, shapes, last, given.precision)
 
         def step(table: Tensor, hyper: Tensor, averages: bool, *state: Any, products: Any = products) -> None:
-            perceptrons.step(table, given.state, *products, hyper, averages, *state)
+            perceptrons.step(table, *products, hyper, averages, *state)
 
         for averages in (True, False):
             if not fused:
@@ -146,11 +161,11 @@ def distances(how: str, **options: Any) -> tuple[float, float]:
     return math.sqrt(squares[0]), math.sqrt(squares[1])
 
 
-@pytest.mark.parametrize("activation", [RELU, SILU])
+@pytest.mark.parametrize("options", [{"activation": RELU}, {"activation": SILU}, FASTSAC])
 @pytest.mark.parametrize("how", ["tf32x3", "ours"])
-def test_gradients_are_no_further_from_float64_than_twice_those_of_eager_float32(how, activation):
+def test_gradients_are_no_further_from_float64_than_twice_those_of_eager_float32(how, options):
     """In three products of TF32, as a GPU's matrix units compute, and on a CPU."""
-    found, plain = (distances(each, activation=activation) for each in (how, "plain"))
+    found, plain = (distances(each, **options) for each in (how, "plain"))
     for mine, eager in zip(found, plain, strict=True):
         assert mine < 2 * eager
         assert mine < 1e-6
@@ -175,10 +190,7 @@ def test_roundings():
 VALUES = "_triton_sac:perceptrons_sac_value_gradients_kernel"
 FAULTS = {
     "a gradient without the mask of its activation": (
-        "_triton:layer_gradient", "activation_gradient(grad, z, ACTIVATION)", "grad"
-    ),
-    "that of the last hidden layer": (
-        VALUES, "activation_gradient(grad[:, None] * w[None, :], z, ACTIVATION)", "grad[:, None] * w[None, :]",
+        "_triton:layer_gradient", "activation_gradient(grad, z, NET[0])", "grad"
     ),
     "always the second critic": (VALUES, "which == net", "net == 1"),
     "rows without weights": (
@@ -201,9 +213,48 @@ FAULTS = {
         VALUES, "INPUTS[2] + column", "column"
     ),
     "no bias": ("_triton:run_layer", "+ bias[None, :]", ""),
-    "the last activation left out": ("_triton_sac:value_rows", "ACTIVATION)\n        q", "0)\n        q"),
-    "a tile of weights by the rows of the first": ("_triton:weight_gradient_tile", "row < n", "row < DEPTH"),
+    "the last activation left out": ("_triton:value_of_rows", "NET[0])\n", "0)\n"),
+    "outputs that the weights' gradients don't find": ("_triton:layer_gradient", "activate(z, NET[0])", "z"),
+    "a tile of weights by the rows of the first": ("_triton:weight_gradient_tile", "row < n", "row < depth"),
 }  # fmt: skip
+
+
+NORMED_FAULTS = {
+    "a variance of the first tile alone": (
+        "_triton:run_layer",
+        "squares += tl.sum(centred",
+        "squares = tl.sum(centred",
+    ),
+    "a mean that forgets": ("_triton:run_layer", "mean += apart * (count / (start + count))", "mean += apart / 2"),
+    "tiles as if they had one mean": ("_triton:run_layer", "+ apart * apart * (start * count / (start + count))", ""),
+    "no eps": ("_triton:run_layer", "squares / fan_out + eps", "squares / fan_out"),
+    "the shift for the scale": ("_triton:scaled", "tl.load(params[first] +", "tl.load(params[first + 1] +"),
+    "no shift": ("_triton:scaled", "+ shift[None, :]", ""),
+    "a gradient without its mean": ("_triton:layer_gradient", "grad - mean[:, None] - h", "grad - h"),
+    "one that is not across the row": ("_triton:layer_gradient", "- h * along[:, None]", ""),
+    "without the spread": ("_triton:layer_gradient", "* rstd[:, None]", ""),
+    "sums of scales without the row": ("_triton:layer_gradient", "tl.sum(grad * h, 0), mask", "tl.sum(grad, 0), mask"),
+    "sums of the first rows alone": (
+        "_triton:perceptrons_weight_gradients_kernel",
+        "SHAPES[p][4] > 0 else parts",
+        "SHAPES[p][4] > 0 else 1",
+    ),
+    "nobody's sums": (VALUES, "blocks, job < NETS)", "blocks, job < 0)"),
+    "a target of one critic for all": (VALUES, "mass_ptr + net * n * outputs", "mass_ptr"),
+    "an expected value that is not centred": (
+        "_triton_sac:load_masses",
+        "+ SUPPORT[0] - value[:, None]",
+        "+ SUPPORT[0] + 0 * value[:, None]",
+    ),
+    "the minimum for the mean": (VALUES, "if COMBINE == AVERAGE else", "if COMBINE == 7 else"),
+    "the policy's entropy for the next one": (
+        VALUES,
+        "log_prob_ptr if NEXT_ENTROPY else",
+        "log_prob_ptr + n if NEXT_ENTROPY else",
+    ),
+    "log alpha for alpha": ("_triton_sac:store_temperature_loss", "slope *= tl.exp(log_alpha)", "slope *= 1"),
+    "a scale without its slope": ("_triton_sac:scale_of", "HEAD[2] * sech2", "sech2"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -211,13 +262,28 @@ def ordinary() -> Problem:
     return Problem(n=33, hidden=(20, 12), observation=3, weighted=True, delayed=True)
 
 
+@pytest.fixture(scope="module")
+def normed() -> Problem:
+    """Without a norm that is small against eps."""
+    return Problem(**{**FASTSAC, "critics_eps": 0.1}, n=35, hidden=(70, 12), observation=3, weighted=True)
+
+
+def see(given: Problem, fault: tuple[str, str, str]) -> None:
+    function, before, after = fault
+    due = reference.update(given)
+    with triton_on_cpu(), planted(f"perceptrons.{function}", before, after), pytest.raises(AssertionError):
+        assert_same(run(given), due)
+
+
+@pytest.mark.parametrize("fault", NORMED_FAULTS)
+def test_a_planted_fault_of_norms_and_atoms_is_seen(normed, fault):
+    see(normed, NORMED_FAULTS[fault])
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(ordinary, fault):
     """By the comparison with autograd."""
-    function, before, after = FAULTS[fault]
-    due = reference.update(ordinary)
-    with triton_on_cpu(), planted(f"perceptrons.{function}", before, after), pytest.raises(AssertionError):
-        assert_same(run(ordinary), due)
+    see(ordinary, FAULTS[fault])
 
 
 def test_what_planted_faults_change_is_right_without_them(ordinary):
@@ -226,3 +292,8 @@ def test_what_planted_faults_change_is_right_without_them(ordinary):
     assert 0 < int((due["own_q"][0] < due["own_q"][1]).sum()) < ordinary.n
     with triton_on_cpu():
         assert_same(run(ordinary), due)
+
+
+def test_what_planted_faults_of_norms_change_is_right_without_them(normed):
+    with triton_on_cpu():
+        assert_same(run(normed), reference.update(normed))

@@ -12,7 +12,17 @@ from torch import Tensor, nn
 
 from gpubuf import SACLoss
 from gpubuf.kernels import perceptrons
-from gpubuf.modules import MLP, EnsembleMLP, make_sac_actor, make_sac_critic
+from gpubuf.modules import (
+    MLP,
+    EnsembleMLP,
+    make_fastsac_actor,
+    make_fastsac_critic,
+    make_flashsac_actor,
+    make_flashsac_critic,
+    make_sac_actor,
+    make_sac_critic,
+)
+from gpubuf.objectives import DistributionalSACLoss
 from gpubuf.objectives.explicit import UnknownError, update_of
 from gpubuf.objectives.fused import FUSED, FusedSACUpdate, allows_tf32
 from gpubuf.optim import AdamW
@@ -104,8 +114,38 @@ def discounted() -> SACLoss:
     return loss
 
 
+def fastsac(atoms: int = 101, critic: Any = None, **options: Any) -> DistributionalSACLoss:
+    """Critics and actor with layer norms and SiLU, whose last layer no longer is zero."""
+    actor = make_fastsac_actor(OBSERVATION, ACTION, (9, 12))
+    critic = critic or make_fastsac_critic(OBSERVATION, ACTION, (12, 7, 5), num_atoms=atoms)
+    for each in actor.parameters():
+        each.data.add_(0.1 * torch.randn_like(each))
+    loss = DistributionalSACLoss.fastsac(actor, critic, num_atoms=atoms, **options)
+    loss._forward_pre_hooks.clear()
+    return loss
+
+
+def normed(name: str = "layer", **options: Any) -> TensorDictModule:
+    return make_sac_critic(OBSERVATION, ACTION, (8, 8), norm=name, **options)
+
+
 KNOWN = {
     "plain": sac,
+    "FastSAC": fastsac,
+    "the smallest critic, for the actor too": lambda: fastsac(11, target="min", actor_value="min"),
+    "a mixture, and priorities of values": lambda: fastsac(
+        12, target="mixture", priority="value_error", average_critics=True, reward_scale=0.5, reduction="sum"
+    ),
+    "a temperature of SAC's": lambda: fastsac(
+        5, temperature_loss="log_alpha", temperature_from="current", alpha_init=0.3
+    ),
+    "an entropy by sigma": lambda: fastsac(5, target_sigma=0.15, temperature_from="current"),
+    "another support": lambda: fastsac(7, v_min=-1.0, v_max=0.5, fixed_alpha=True),
+    "atoms without norms": lambda: fastsac(
+        6, critic=make_sac_critic(OBSERVATION, ACTION, (8,), num_atoms=6, activation=nn.SiLU)
+    ),
+    "norms of critics": lambda: sac(critic=normed()),
+    "norms with eps": lambda: sac(critic=normed(norm_kwargs={"eps": 0.3})),
     "SiLU": lambda: sac(
         actor=make_sac_actor(OBSERVATION, ACTION, (8, 8), activation=nn.SiLU),
         critic=make_sac_critic(OBSERVATION, ACTION, (8, 8), activation=nn.SiLU),
@@ -140,7 +180,7 @@ def test_an_update_is_that_of_autograd(name):
             check(KNOWN[name](), rows(**more), policy)
 
 
-@pytest.mark.parametrize("name", ["plain", "a delayed actor", "stacked", "action first"])
+@pytest.mark.parametrize("name", ["plain", "a delayed actor", "stacked", "action first", "FastSAC", "norms of critics"])
 def test_an_update_by_the_kernels(name):
     torch.manual_seed(0)
     with triton_on_cpu():
@@ -198,7 +238,6 @@ UNKNOWN = {
     "float64": lambda: sac().double(),
     "bfloat16": lambda: sac().bfloat16(),
     "two activations": lambda: sac(critic=make_sac_critic(OBSERVATION, ACTION, (8,), activation=nn.SiLU)),
-    "norms": lambda: sac(critic=make_sac_critic(OBSERVATION, ACTION, (8,), norm="layer")),
     "no hidden layer": lambda: sac(()),
     "no bias": no_bias,
     "several entries": several_entries,
@@ -208,6 +247,16 @@ UNKNOWN = {
     "targets over several steps": of_sequences,
     "losses of rows": lambda: sac(reduction="none", scalar_output_mode="exclude"),
     "TD3": td3_loss,
+    "an actor that is cloned": lambda: fastsac(5, cloning_weight=0.1),
+    "RMS norms": lambda: sac(critic=normed("rms")),
+    "norms before layers": lambda: sac(critic=normed(norm_place="before")),
+    "a norm of the input": lambda: sac(critic=normed(input_norm="layer")),
+    "norms without shifts": lambda: sac(critic=normed(norm_kwargs={"bias": False})),
+    "norms with unit rows": lambda: sac(critic=normed(unit_rows=True)),
+    "another number of atoms": lambda: fastsac(5, critic=make_fastsac_critic(OBSERVATION, ACTION, (8,), num_atoms=6)),
+    "FlashSAC": lambda: DistributionalSACLoss.flashsac(
+        make_flashsac_actor(OBSERVATION, ACTION, 8), make_flashsac_critic(OBSERVATION, ACTION, 8)
+    ),
 }
 
 
@@ -216,6 +265,12 @@ def test_what_is_not_known_goes_the_general_way(name):
     """Whatever a CPU writes out of it."""
     with pytest.raises(UnknownError):
         fused(UNKNOWN[name]())
+
+
+@pytest.mark.parametrize("make", [fastsac, lambda: sac(critic=normed())])
+def test_a_cpu_writes_out_no_norms_and_no_atoms(make):
+    with pytest.raises(UnknownError):
+        update_of(loss := make(), loss.parameters())
 
 
 def test_a_subclass_is_not_known():
@@ -313,15 +368,19 @@ def test_gradients_in_bfloat16_are_float32_and_near():
 # --- launches and waits -----------------------------------------------------------------------------------------------
 
 
+OF_ATOMS = {"categorical_target_kernel", "categorical_loss_kernel", "finish_loss_kernel"}
+
+
+@pytest.mark.parametrize(("make", "more"), [(sac, set()), (fastsac, OF_ATOMS)])
 @pytest.mark.parametrize(("policy", "launches"), [(True, 5), (False, 4)])
-def test_an_update_is_five_launches(policy, launches):
-    """And those of the noise, which are PyTorch's, and of the optimiser."""
-    update, batch = fused(sac()), rows(**WEIGHTS)
+def test_an_update_is_five_launches(policy, launches, make, more):
+    """And those of the noise, which are PyTorch's, and of the optimiser; and what the atoms learn, and their loss."""
+    update, batch = fused(make()), rows(**WEIGHTS)
     update(batch, policy)
     with triton_on_cpu(), counted_launches() as found:
         update(batch, policy)
-    assert sum(found.values()) == launches
-    assert all(name.startswith("perceptrons_") for name in found)
+    assert sum(found.values()) == launches + len(more)
+    assert {name for name in found if not name.startswith("perceptrons_")} == more
 
 
 def test_the_optimiser_is_one_launch_more():
@@ -338,11 +397,12 @@ def test_the_optimiser_is_one_launch_more():
     assert sum(found.values()) == 6
 
 
+@pytest.mark.parametrize("make", [sac, fastsac])
 @pytest.mark.parametrize("policy", [True, False])
-def test_an_update_never_waits(policy):
+def test_an_update_never_waits(policy, make):
     """On fake CUDA tensors, where reading a value raises, as do copies that wait."""
     with fake_cuda(), torch.device("cuda"):
-        flags, loss = torch.zeros(ROWS, 1, dtype=torch.bool), sac()
+        flags, loss = torch.zeros(ROWS, 1, dtype=torch.bool), make()
         state, action = torch.randn(ROWS, OBSERVATION), torch.randn(ROWS, ACTION)
         following = {"observation": state, "reward": torch.randn(ROWS, 1), "terminated": flags, "done": flags}
         entries = {"observation": state, "action": action, "priority_weight": torch.rand(ROWS), "next": following}

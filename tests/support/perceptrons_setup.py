@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpubuf.kernels import perceptrons
+from gpubuf.kernels import categorical, perceptrons
+from gpubuf.kernels.categorical import OWN
 from gpubuf.kernels.norms import RELU
-from gpubuf.kernels.perceptrons import IEEE
-from gpubuf.kernels.td import SMOOTH_L1
+from gpubuf.kernels.perceptrons import IEEE, SOFTPLUS, parts_of
+from gpubuf.kernels.td import SMALLEST, SMOOTH_L1
 from gpubuf.objectives.batch import REDUCTIONS
+from gpubuf.objectives.fused import products_of
 
 
 @dataclass
@@ -35,13 +38,26 @@ class Problem:
     bounded: bool = False
     delayed: bool = False
     precision: int = IEEE
+    actor_eps: float | None = None
+    critics_eps: float | None = None
+    head: int = SOFTPLUS
+    atoms: int = 1
+    target: int = OWN
+    combine: int = SMALLEST
+    average: bool = False
+    next_entropy: bool = False
+    by_alpha: bool = False
     seed: int = 5
     state: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self._new = torch.Generator().manual_seed(self.seed)
         n, size = self.n, self.size
-        self.shift, self.smallest_scale, self.gamma = 0.5, 1e-4, 0.97
+        self.head_values, self.gamma, self.support = (
+            (0.5, 1e-4) if self.head == SOFTPLUS else (-2.5, 2.5),
+            0.97,
+            (-3.0, 5.0),
+        )
         self.state, self.next_state = self.normal(n, self.observation), self.normal(n, self.observation)
         self.action, self.noise = self.normal(n, size).tanh(), self.normal(2 * n, size)
         self.reward, self.terminated = self.normal(n, 1), self.normal(n, 1) < -0.5
@@ -52,109 +68,111 @@ class Problem:
         self.bounds: tuple[Tensor | None, Tensor | None] = bounds if self.bounded else (None, None)
         self.limits = (-1.0, 1.0)
         policy = (self.observation, *self.hidden, 2 * size)
-        critic = (self.observation + size, *self.hidden, 1)
-        self.actor = self.net(policy)
-        self.target_actor = self.net(policy) if self.delayed else self.actor
-        self.critics, self.target_critics = self.net(critic, self.nets), self.net(critic, self.nets)
+        critic = (self.observation + size, *self.hidden, self.atoms)
+        self.actor = self.net(policy, self.actor_eps)
+        self.target_actor = self.net(policy, self.actor_eps) if self.delayed else self.actor
+        self.critics, self.target_critics = (self.net(critic, self.critics_eps, self.nets) for _ in range(2))
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._new)
 
-    def net(self, sizes: tuple[int, ...], nets: int | None = None) -> list[Tensor]:
-        """Weight and bias of each layer, of one net turned."""
+    def net(self, sizes: tuple[int, ...], eps: float | None, nets: int | None = None) -> list[Tensor]:
+        """Weight and bias of each layer, of one net turned, and then scale and shift of each norm."""
         several, turned = [] if nets is None else [nets], nets is None or self.turned
         found = []
         for below, above in itertools.pairwise(sizes):
             shape = (above, below) if turned else (below, above)
             found += [self.normal(*several, *shape) / below**0.5, self.normal(*several, above) / 10]
+        for width in sizes[1:-1] if eps is not None else ():
+            found += [1 + self.normal(*several, width) / 4, self.normal(*several, width) / 4]
         return found
 
 
-def run(given: Problem) -> dict[str, Any]:
+def memory(rows: Sequence[int], widths: Sequence[int], more: Iterable[Sequence[int]]) -> list[Tensor]:
+    """What is NaN: ``[*rows, width]`` for each width, and tensors of other shapes."""
+    return [torch.full(shape, float("nan")) for shape in (*((*rows, width) for width in widths), *more)]
+
+
+def at_once(operation: Any, *args: Any) -> Any:
+    """Call an operation."""
+    return operation(*args)
+
+
+def run(given: Problem, call: Callable[..., Any] = at_once) -> dict[str, Any]:
     """The five operations on new memory, which is NaN before: what they compute, by name.
 
     ``"products"`` are the arguments of the last one: inputs, grads, weights, biases, shapes.
     """
     n, size, nets, policy, hidden = given.n, given.size, given.nets, given.policy, given.hidden
-    activation, turned, precision = given.activation, given.turned, given.precision
-    weight = given.weight
-
-    def new(*shape: int) -> Tensor:
-        return torch.full(shape, float("nan"))
-
-    sums, head, drawn, log_prob = (
-        [new(2 * n, width) for width in hidden],
-        new(2 * n, 2 * size),
-        new(2 * n, size),
-        new(2 * n),
-    )
-    perceptrons.sac_act(
-        given.next_state, given.state, given.noise, *given.bounds, given.target_actor, given.actor, activation,
-        given.shift, given.smallest_scale, *given.limits, policy, precision, sums, head, drawn, log_prob,
+    activation, turned, precision, weight = given.activation, given.turned, given.precision, given.weight
+    depth, parts = len(hidden), parts_of(n, precision)
+    in_policy, in_values = (*hidden, 2 * size), (*hidden, given.atoms)
+    actor_norms, critics_norms = (depth * (eps is not None) for eps in (given.actor_eps, given.critics_eps))
+    drawn, log_prob = memory((2 * n,), (size,), [(2 * n,)])
+    in_actor = memory((2 * n,), in_policy, [(2 * n,)] * actor_norms)
+    head = activation, given.actor_eps, given.head, given.head_values, given.limits
+    call(
+        perceptrons.sac_act,
+        given.next_state, given.state, given.noise, *given.bounds, given.target_actor, given.actor, *head, policy,
+        precision, in_actor, drawn, log_prob,
     )  # fmt: skip
-    values, q = [new(3, nets, n, width) for width in hidden], new(3, nets, n)
+    in_critics = memory((3, nets, n), in_values, [(3, nets, n)] * critics_norms)
+    logits, (values,) = in_critics[depth], memory((3, nets), (n,), ())
     columns = (size, 0) if given.action_first else (0, given.observation)
-    perceptrons.sac_values(
-        given.next_state, given.state, given.action, drawn, given.target_critics, given.critics, columns, activation,
-        turned, policy, precision, values, q,
+    networks = columns, activation, given.critics_eps, turned, given.support
+    call(
+        perceptrons.sac_values,
+        given.next_state, given.state, given.action, drawn, given.target_critics, given.critics, *networks, policy,
+        precision, in_critics, values if given.atoms > 1 else None,
     )  # fmt: skip
-    deltas, grad_q, grad_action = [new(2, nets, n, width) for width in hidden], new(nets, n), new(nets, n, size)
-    error, scalars = new(n), new(len(perceptrons.SCALARS))
-    perceptrons.sac_value_gradients(
-        q, log_prob, given.log_alpha, given.target_entropy, given.reward, given.terminated,
-        torch.tensor(given.gamma, dtype=torch.float64), given.steps, weight, given.critics, values, columns,
-        activation, turned, given.loss_function, REDUCTIONS[given.reduction], policy, precision, deltas, grad_q,
-        grad_action, error, scalars,
+    q, mass = values if given.atoms > 1 else logits.squeeze(-1), None
+    returns = given.reward, given.terminated, torch.tensor(given.gamma, dtype=torch.float64), given.steps
+    if given.atoms > 1:
+        soft = logits[0], log_prob[:n], given.log_alpha.exp(), *returns, None
+        mass = call(categorical.categorical_target, *soft, *given.support, given.target)
+    sums, actor_sums = ([each.clone() for each in several[:depth]] for several in (in_critics, in_actor))
+    normed = hidden[: depth * (critics_norms > 0)]
+    deltas = memory((2, nets, n), in_values, [(nets, parts, width) for width in normed for _ in range(2)])
+    error, scalars, grad_action = *memory((n,), (), [(n,), (6,)]), *memory((nets, n), (size,), ())
+    flags = given.combine, given.average, given.next_entropy, given.by_alpha, policy, precision
+    call(
+        perceptrons.sac_value_gradients,
+        q, log_prob, given.log_alpha, given.target_entropy, *returns, mass, weight, given.critics, *networks,
+        given.loss_function, REDUCTIONS[given.reduction], *flags, in_critics, deltas, grad_action, error, scalars,
     )  # fmt: skip
     found: dict[str, Any] = {
-        "next_q": q[0], "q": q[1], "next_sums": [each[0] for each in values], "sums": [each[1] for each in values],
-        "deltas": [each[0] for each in deltas], "grad_q": grad_q, "td_error": error, "loss_qvalue": scalars[1],
-        "alpha": scalars[2], "next_actor_sums": [each[:n] for each in sums], "next_action": drawn[:n],
-        "next_log_prob": log_prob[:n],
+        "next_q": q[0], "q": q[1], "logits": logits[1], "next_sums": [each[0] for each in sums],
+        "sums": [each[1] for each in sums], "outputs": [each[1] for each in in_critics[:depth]],
+        "deltas": [each[0] for each in deltas[: depth + 1]], "alpha": scalars[2],
+        "next_actor_sums": [each[:n] for each in actor_sums], "next_action": drawn[:n], "next_log_prob": log_prob[:n],
     }  # fmt: skip
+    if given.atoms == 1:
+        found |= {"td_error": error, "loss_qvalue": scalars[1]}
     of_critics, of_actor = [torch.full_like(each, torch.nan) for each in given.critics], []
-    products = _products(
-        given.critics, of_critics, turned, nets, [(columns[0], given.state), (columns[1], given.action)],
-        [each[1] for each in values], [*(each[0] for each in deltas), grad_q],
-    )  # fmt: skip
+    inputs = [(given.state, columns[0]), (given.action, columns[1])]
+    own = [*(each[0] for each in deltas[: depth + 1]), *deltas[depth + 1 :]]
+    sizes = [given.observation + size, *hidden, given.atoms]
+    products = products_of(of_critics, sizes, turned, inputs, [each[1] for each in in_critics], own)
     if policy:
-        actor_deltas, grad_head = [new(n, width) for width in hidden], new(n, 2 * size)
-        perceptrons.sac_action_gradients(
-            grad_action, given.log_alpha, weight, given.noise, *given.bounds, head, given.actor, sums, activation,
-            REDUCTIONS[given.reduction], given.smallest_scale, *given.limits, precision, actor_deltas, grad_head,
+        normed = hidden[: depth * (actor_norms > 0)]
+        actor_deltas = memory((n,), in_policy, [(parts, width) for width in normed for _ in range(2)])
+        call(
+            perceptrons.sac_action_gradients,
+            grad_action, given.log_alpha, weight, given.noise, *given.bounds, given.actor, *head,
+            REDUCTIONS[given.reduction], precision, in_actor, actor_deltas,
         )  # fmt: skip
         of_actor = [torch.full_like(each, torch.nan) for each in given.actor]
-        more = _products(
-            given.actor, of_actor, True, 1, [(0, given.state)], [each[n:] for each in sums], [*actor_deltas, grad_head]
-        )
-        products = [one + other for one, other in zip(products, more, strict=True)]
+        outputs = [each[n:] for each in in_actor]
+        sizes = [given.observation, *hidden, 2 * size]
+        products += products_of(of_actor, sizes, True, [(given.state, 0)], outputs, actor_deltas)
         found |= {
-            "head": head[n:], "actor_sums": [each[n:] for each in sums], "own_action": drawn[n:],
-            "log_prob": log_prob[n:], "own_q": q[2], "own_sums": [each[2] for each in values],
-            "own_deltas": [each[1] for each in deltas], "grad_action": grad_action, "actor_deltas": actor_deltas,
-            "grad_head": grad_head, "of_actor": of_actor, "loss_actor": scalars[3], "entropy": scalars[5],
-            "loss_alpha": scalars[4], "slope": scalars[0],
+            "head": outputs[depth], "actor_sums": [each[n:] for each in actor_sums], "actor_outputs": outputs[:depth],
+            "own_action": drawn[n:], "log_prob": log_prob[n:], "own_q": q[2], "own_sums": [each[2] for each in sums],
+            "own_deltas": [each[1] for each in deltas[: depth + 1]], "grad_action": grad_action,
+            "actor_deltas": actor_deltas[: depth + 1], "of_actor": of_actor, "loss_actor": scalars[3],
+            "entropy": scalars[5],
         }  # fmt: skip
-    perceptrons.weight_gradients(given.state, *products, activation, precision)
-    return found | {"of_critics": of_critics, "products": tuple(products)}
-
-
-def _products(
-    params: list[Tensor],
-    into: list[Tensor],
-    turned: bool,
-    nets: int,
-    first: list[tuple[int, Tensor]],
-    sums: list[Tensor],
-    grads: list[Tensor],
-) -> list[list[Any]]:
-    """The arguments of ``weight_gradients``: inputs, grads, weights, biases, shapes."""
-    found: list[list[Any]] = [[], [], [], [], []]
-    for i in range(len(grads)):
-        for start, x in [(0, sums[i - 1])] if i else first:
-            fan_in, fan_out = params[2 * i].shape[-2:][:: -1 if turned else 1]
-            shape = (nets, i == 0, start, x.shape[-1], fan_in, fan_out, turned, i > 0)
-            for part, more in zip(found, ([x], [grads[i]], [into[2 * i]], [into[2 * i + 1]], shape), strict=True):
-                part.extend(more)
-    found[4] = [int(each) for each in found[4]]
-    return found
+    if policy or given.next_entropy:
+        found |= {"loss_alpha": scalars[4], "slope": scalars[0]}
+    call(perceptrons.weight_gradients, given.state, *products, precision)
+    return found | {"of_critics": of_critics, "products": products}

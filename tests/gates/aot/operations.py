@@ -5,7 +5,6 @@ A family is a function that runs its operations on tensors without memory. Launc
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from gpubuf.kernels import (
 )
 from tests.gates.aot.recorder import Recorder
 from tests.gates.aot.spec import AotSpec
+from tests.support.perceptrons_setup import Problem, run
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 HUGE = 2**38
@@ -204,68 +204,27 @@ def run_norms(record: Recorder) -> None:
 def run_perceptrons(record: Recorder) -> None:
     """Updates of small and large batches, in each precision of products, of both kinds of weights."""
 
-    def net(sizes: tuple[int, ...], nets: tuple[int, ...] = (), turned: bool = True) -> list[Tensor]:
-        pairs = [(fan_out, fan_in) if turned else (fan_in, fan_out) for fan_in, fan_out in pairwise(sizes)]
-        found = [(floats(*nets, *pair), floats(*nets, pair[0] if turned else pair[1])) for pair in pairs]
-        return [each for layer in found for each in layer]
+    def update(n: int, hidden: tuple[int, ...], **options: Any) -> None:
+        given = Problem(n, hidden, **options)
+        inputs, grads, weights, _, shapes = run(given, record.run)["products"]
+        entries = 2 * len(weights) + 1
+        # Of a bucket with as many entries, one for each part of each product.
+        params = [each for weight in weights for each in (weight, weight)] + [floats(1)]
+        rule = (floats(), shapes, [*range(entries)], given.precision, floats(1, optim.HYPER, dtype=F64), True)
+        bucket = (floats(entries), ints(1), params, params, params)
+        record.run(perceptrons.step, ints(entries, optim.ENTRY), inputs, grads, *rule, *bucket)
 
-    def update(
-        n: int, states: int, actions: int, widths: tuple[int, ...], precision: int, turned: bool, options: bool = False
-    ) -> None:  # fmt: skip
-        nets, columns, activation = 2, (0, states), norms.SILU if options else norms.RELU
-        actor = net((states, *widths, 2 * actions))
-        delayed = net((states, *widths, 2 * actions)) if options else actor
-        critics = net((states + actions, *widths, 1), (nets,), turned)
-        bound = floats(actions) if options else None
-        state, action, noise, head = floats(n, states), floats(n, actions), floats(2 * n, actions), floats(n, 2)
-        steps, weight = (ints(n), floats(n)) if options else (None, None)
-        sums, of_values = [floats(2 * n, w) for w in widths], [floats(3, nets, n, w) for w in widths]
-        deltas, of_actions = [floats(2, nets, n, w) for w in widths], [floats(n, w) for w in widths]
-        q, by_action = floats(3, nets, n), floats(nets, n, actions)
-        given = (noise, bound, bound, delayed, actor, activation, 0.5, 1e-4, -1.0, 1.0, True, precision)
-        record.run(perceptrons.sac_act, state, state, *given, sums, head, noise, noise)
-        given = (action, noise, critics, critics, columns, activation, turned, True, precision)
-        record.run(perceptrons.sac_values, state, state, *given, of_values, q)
-        row = (floats(n), flags(n), floats(dtype=F64), steps, weight)
-        rules = (columns, activation, turned, td.SMOOTH_L1, td.MEAN, True, precision)
-        results = (deltas, q, by_action, floats(n), floats(6))
-        record.run(
-            perceptrons.sac_value_gradients, q, floats(2 * n), floats(), floats(), *row, critics, of_values, *rules,
-            *results,
-        )  # fmt: skip
-        given = (weight, noise, bound, bound, head, actor, sums, activation, td.MEAN, 1e-4, -1.0, 1.0, precision)
-        record.run(perceptrons.sac_action_gradients, by_action, floats(), *given, of_actions, head)
-        (first, second), size = widths, states + actions
-        layers = [
-            *((nets, 1, at, w, size, first, turned, 0) for at, w in ((0, states), (states, actions))),
-            (nets, 0, 0, first, first, second, turned, 1),
-            (nets, 0, 0, second, second, 1, turned, 1),
-            (1, 1, 0, states, states, first, 1, 0),
-            (1, 1, 0, first, first, second, 1, 1),
-            (1, 1, 0, second, second, 2 * actions, 1, 1),
-        ]
-        some = [q] * len(layers)
-        shapes = [int(number) for layer in layers for number in layer]
-        record.run(perceptrons.weight_gradients, state, some, some, some, some, shapes, activation, precision)
-        places, params = [*range(2 * len(layers))], [q] * (2 * len(layers) + 1)
-        given = (
-            floats(),
-            shapes,
-            [*places, len(places)],
-            activation,
-            precision,
-            floats(1, optim.HYPER, dtype=F64),
-            True,
-        )
-        bucket = (floats(len(params)), ints(1), params, params, params)
-        record.run(perceptrons.step, ints(len(params), optim.ENTRY), state, some, some, *given, *bucket)
-
+    small: dict[str, Any] = {"observation": 17, "size": 6}
+    humanoid: dict[str, Any] = {"observation": 98, "size": 23, "weighted": True, "bounded": True}
+    fastsac: dict[str, Any] = {"head": perceptrons.SQUASHED, "combine": td.AVERAGE, "next_entropy": True}
+    fastsac |= {"activation": norms.SILU, "atoms": 101, "critics_eps": 1e-5, "actor_eps": 1e-5, "by_alpha": True}
     for precision in (perceptrons.TF32X3, perceptrons.IEEE, perceptrons.TF32, perceptrons.BF16):
-        update(256, 17, 6, (256, 256), precision, False)
-    update(256, 376, 17, (256, 256), perceptrons.TF32X3, True, options=True)
-    update(2048, 17, 6, (256, 256), perceptrons.TF32X3, True)
-    update(8192, 98, 23, (768, 384), perceptrons.TF32X3, False, options=True)
-    update(8192, 98, 23, (768, 384), perceptrons.BF16, False)
+        update(256, (256, 256), precision=precision, **small)
+        update(8192, (768, 384, 192), precision=precision, **humanoid, **fastsac)
+    large = {"weighted": True, "bounded": True, "activation": norms.SILU, "precision": perceptrons.TF32X3}
+    update(256, (256, 256), observation=376, size=17, turned=True, **large)
+    update(2048, (256, 256), precision=perceptrons.TF32X3, turned=True, **small)
+    update(8192, (768, 384), precision=perceptrons.BF16, observation=98, size=23)
 
 
 def run_optim(record: Recorder) -> None:
