@@ -38,6 +38,8 @@ def curve(way: str, config: TrainConfig) -> dict[str, Any]:
     before = time.process_time()
     with mock.patch.object(learner, "KNOWN", WAYS[way]), tempfile.TemporaryDirectory() as folder:
         result = train(config, folder)
+        if result.signal is not None:
+            raise SystemExit(128 + result.signal)
         records = [each for each in read(Path(folder, METRICS_FILE)) if each["kind"] == "evaluation"]
     return {
         **{"way": way, "env": config.env, "seed": config.seed, "steps": result.steps},

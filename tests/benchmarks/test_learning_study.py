@@ -12,7 +12,7 @@ from benchmarks.studies import cheetah, learning, rsl_rl, speed
 from gpubuf import cli, learner
 from gpubuf.objectives.explicit import SACUpdate
 from gpubuf.objectives.fused import FusedSACUpdate
-from gpubuf.train.config import TrainConfig
+from gpubuf.train import TrainConfig, TrainResult
 from tests.support import rsl_rl_stand_in
 
 TINY = ["--learning-starts", "240", "--eval-every", "100", "--eval-episodes", "2"]
@@ -210,3 +210,11 @@ def test_ways_to_the_gradients_are_kept_beside_others(tmp_path: Path, monkeypatc
         cheetah.main([*arguments, "--out", str(out)])
     found = [tuple(each.values()) for each in json.loads(out.read_text())["cheetah"]]
     assert found == [(autograd, 0, 5), (autograd, 1, 1), (formulas, 0, 4), (operations, 0, 2), (operations, 1, 0)]
+
+
+def test_an_interrupted_run_leaves_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    out = tmp_path / "results.json"
+    monkeypatch.setattr(cheetah, "train", lambda *_: TrainResult(tmp_path, 9, (), 1.0, signal=2))
+    with pytest.raises(SystemExit, match="130"):
+        cheetah.main(["--out", str(out)])
+    assert not out.exists()
