@@ -1,6 +1,7 @@
 """The studies that train: runs that go on where they stopped, their files of results, what the committed ones say."""
 
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +99,17 @@ def test_halfcheetah_rises():
     cheetah = [r for r in committed() if r["env"] == "HalfCheetah-v5" and r["curve"].startswith("sac")]
     assert cheetah
     assert all(r["mean_return"] > r["points"][0][1] for r in cheetah)
+
+
+def test_halfcheetah_is_learnt_by_a_gpus_operations_as_by_autograd():
+    """All seeds rise, and each way's mean at the end is within the range of the other's seeds."""
+    runs = newest_runs()["cheetah"].data["cheetah"]
+    ways = [[one for one in runs if one["way"] == way] for way in ("autograd", "operations of a GPU")]
+    assert all(len(ones) >= 3 and {one["steps"] for one in ones} == {50_000} for ones in ways)
+    assert all(one["mean_return"] > one["points"][0][1] + 500 for one in runs)
+    ends = [[one["mean_return"] for one in ones] for ones in ways]
+    for some, others in (ends, ends[::-1]):
+        assert min(others) < statistics.fmean(some) < max(others)
 
 
 def test_training_alone_is_timed_once_it_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
