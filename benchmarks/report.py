@@ -251,6 +251,20 @@ def pendulum(run: Run) -> str:
     return table(["`gpubuf train`", "mean return", "of episodes", "minutes", "steps per second"], rows)
 
 
+def cheetah(run: Run) -> str:
+    """docs/training-measured.md: by each way to the gradients means of seeds on the way, and all at the end."""
+    found, rows = run.data["cheetah"], []
+    steps = [step for step, _ in found[0]["points"]][1::2]
+    for way in dict.fromkeys(one["way"] for one in found):
+        ones = [one for one in found if one["way"] == way]
+        points = [[dict(one["points"])[step] for one in ones] for step in steps]
+        ends = [one["mean_return"] for one in ones]
+        shown = [f"{statistics.fmean(each):.0f} ({min(each):.0f} to {max(each):.0f})" for each in points]
+        rows.append([way, *shown, ", ".join(f"{each:.0f}" for each in ends), f"{statistics.fmean(ends):.0f}"])
+    head = [f"{found[0]['env']}, gradients by", *(f"{step:,} steps" for step in steps), "at the end by seed", "mean"]
+    return table(head, rows)
+
+
 def speed(run: Run) -> str:
     """Steps per second of several programs."""
     found, rows = run.data["speed"], []
@@ -423,6 +437,7 @@ FIGURES: dict[str, Callable[[Runs], str]] = {
     "training_gpu": of_run(pendulum, "learning on cuda"),
     "alone_gpu": of_run(alone, "alone on cuda"),
     "algorithms": of_run(algorithms, "learning"),
+    "cheetah": of_run(cheetah, "cheetah"),
     "speed": of_run(speed, "speed"),
     "rsl_rl": of_run(rsl_rl, "rsl_rl"),
     "launches": launches,

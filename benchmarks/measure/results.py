@@ -19,7 +19,7 @@ from benchmarks.measure.machine import RESULTS, result_path
 #: The studies: one of these stands in a file in place of pytest-benchmark's ``benchmarks``.
 SUBJECTS = (
     *("kernels", "calls", "learning", "speed", "alone", "writers", "in_turn", "sb3_loop", "losses", "rsl_rl"),
-    *("windows", "updates", "update_times"),
+    *("windows", "updates", "update_times", "cheetah"),
 )
 
 

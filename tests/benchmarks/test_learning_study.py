@@ -1,6 +1,7 @@
 """The studies that train: runs that go on where they stopped, their files of results, what the committed ones say."""
 
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.measure.results import newest_runs
-from benchmarks.studies import learning, rsl_rl, speed
-from gpubuf import cli
+from benchmarks.studies import cheetah, learning, rsl_rl, speed
+from gpubuf import cli, learner
+from gpubuf.objectives.explicit import SACUpdate
+from gpubuf.objectives.fused import FusedSACUpdate
+from gpubuf.train import TrainConfig, TrainResult
 from tests.support import rsl_rl_stand_in
 
 TINY = ["--learning-starts", "240", "--eval-every", "100", "--eval-episodes", "2"]
@@ -97,6 +101,17 @@ def test_halfcheetah_rises():
     assert all(r["mean_return"] > r["points"][0][1] for r in cheetah)
 
 
+def test_halfcheetah_is_learnt_by_a_gpus_operations_as_by_autograd():
+    """All seeds rise, and each way's mean at the end is within the range of the other's seeds."""
+    runs = newest_runs()["cheetah"].data["cheetah"]
+    ways = [[one for one in runs if one["way"] == way] for way in ("autograd", "operations of a GPU")]
+    assert all(len(ones) >= 3 and {one["steps"] for one in ones} == {50_000} for ones in ways)
+    assert all(one["mean_return"] > one["points"][0][1] + 500 for one in runs)
+    ends = [[one["mean_return"] for one in ones] for ones in ways]
+    for some, others in (ends, ends[::-1]):
+        assert min(others) < statistics.fmean(some) < max(others)
+
+
 def test_training_alone_is_timed_once_it_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """By the trainer of the command: every step of all environments has the updates that are due."""
     monkeypatch.setattr(speed, "FIRST_UPDATES", 1)
@@ -164,3 +179,54 @@ def test_runs_in_rsl_rls_runner_are_kept_beside_others(tmp_path: Path, monkeypat
         assert [point[0] for point in one["points"]] == [0, 40]
         assert all(-2000 < value < 0 for _, _, value in one["points"])
         assert one["points"][-1][1:] == [one["processor_seconds"], one["mean_return"]]
+
+
+def test_every_way_to_the_gradients_is_taken_and_learns_the_same(monkeypatch: pytest.MonkeyPatch):
+    """The learner's update is that of the way; on short runs returns differ by rounding alone."""
+    update_of, taken, found = learner.update_of, list[type](), {}
+
+    def noted(*given):
+        update = update_of(*given)
+        taken.append(type(update))
+        return update
+
+    monkeypatch.setattr(learner, "update_of", noted)
+    monkeypatch.setattr("gpubuf.train.run.draw_curve", lambda *_: None)
+    config = TrainConfig(
+        env="torch/Pendulum", seed=3, num_envs=1, total_steps=60, learning_starts=20, batch_size=16, hidden=(16, 16),
+        eval_every=30, eval_episodes=2,
+    )  # fmt: skip
+    before = learner.KNOWN
+    for way, update in zip(cheetah.WAYS, ([], [SACUpdate], [FusedSACUpdate]), strict=True):
+        found[way] = cheetah.curve(way, config)
+        assert taken == update
+        taken.clear()
+    assert learner.KNOWN is before
+    truth = found["autograd"]
+    assert [step for step, _ in truth["points"]] == [30, 60]
+    for one in found.values():
+        assert (one["seed"], one["steps"], len(one["returns"])) == (3, 60, 2)
+        assert one["returns"] == pytest.approx(truth["returns"], rel=1e-3)
+
+
+def test_ways_to_the_gradients_are_kept_beside_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In the order of the table, whatever was run first; a run again counts once."""
+    runs = iter(range(9))
+    monkeypatch.setattr(cheetah, "curve", lambda way, config: {"way": way, "seed": config.seed, "run": next(runs)})
+    out = tmp_path / "results.json"
+    autograd, formulas, operations = cheetah.WAYS
+    for arguments in (
+        ["--seeds", "1", "0", "--ways", operations, autograd],
+        ["--seeds", "0", "--ways", formulas, autograd],
+    ):
+        cheetah.main([*arguments, "--out", str(out)])
+    found = [tuple(each.values()) for each in json.loads(out.read_text())["cheetah"]]
+    assert found == [(autograd, 0, 5), (autograd, 1, 1), (formulas, 0, 4), (operations, 0, 2), (operations, 1, 0)]
+
+
+def test_an_interrupted_run_leaves_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    out = tmp_path / "results.json"
+    monkeypatch.setattr(cheetah, "train", lambda *_: TrainResult(tmp_path, 9, (), 1.0, signal=2))
+    with pytest.raises(SystemExit, match="130"):
+        cheetah.main(["--out", str(out)])
+    assert not out.exists()

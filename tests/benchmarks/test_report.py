@@ -177,6 +177,20 @@ def test_windows_stand_beside_other_libraries():
     assert "sequences" not in text
 
 
+def test_curves_are_means_of_seeds():
+    """Every second point with the lowest and the highest seed, and all returns at the end."""
+    ends = {("a", 0): 30.0, ("a", 1): 50.0, ("b", 0): 40.4}
+    points = [[5_000, -1.0], [10_000, 2.0], [15_000, -1.0], [20_000, 8.0]]
+    found = [
+        {"env": "X", "way": way, "seed": seed, "mean_return": end, "points": [[n, y + 2 * seed] for n, y in points]}
+        for (way, seed), end in ends.items()
+    ]
+    text = block("cheetah", {"cheetah": run_of(cheetah=found)})
+    assert "| X, gradients by | 10,000 steps | 20,000 steps |" in text
+    assert line(text, "a") == ["3 (2 to 4)", "9 (8 to 10)", "30, 50", "40"]
+    assert line(text, "b") == ["2 (2 to 2)", "8 (8 to 8)", "40", "40"]
+
+
 # Files
 
 
