@@ -251,6 +251,8 @@ def layer_gradient(
         else:
             at = (net * parts + part) * width + column
             there = (column < width) & writes
+            # A weight that is NaN or infinite makes NaN also of rows that are not there.
+            grad = tl.where(inside[:, None], grad, 0.0)
             tl.store(deltas[sums_place] + at, tl.sum(grad * h, 0), mask=there)
             tl.store(deltas[sums_place + 1] + at, tl.sum(grad, 0), mask=there)
             scale = tl.load(params[scale_place] + net * width + column, mask=column < width, other=0)
