@@ -50,7 +50,7 @@ help:
 	@echo "make bench   all benchmarks beside TorchRL, cpprb, flashbax and rlox, each in its environment;"
 	@echo "             writes benchmarks/results/<device>-<date>.json and its like, or into OUT=folder;"
 	@echo "             BASE=.newest: with the versions that pip installs today, as the figures in README.md"
-	@echo "make gpu STAGE=1|2|3  tests and benchmarks on an NVIDIA GPU, each stage within seven minutes; OUT=folder"
+	@echo "make gpu STAGE=1|2|3|4  tests and benchmarks on an NVIDIA GPU, each stage within seven minutes; OUT=folder"
 	@echo "             (make gpu PYTHON=python3 uses that interpreter's own packages: for a machine without an index)"
 	@echo "make report  write the figures of benchmarks/results/ into README.md and the pages of docs/;"
 	@echo "             FROM='folders' of make gpu are brought there first"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.measure.elsewhere import ROOT
-from benchmarks.measure.prediction import COLD, TARGETS, WARM, of_perceptrons, on_device
+from benchmarks.measure.prediction import COLD, FASTSAC, PRECISIONS, TARGETS, WARM, Networks, of_perceptrons, on_device
 from benchmarks.measure.results import Run, Runs, by_curve, newest_runs
 from benchmarks.pictures import draw, outdated
 from benchmarks.studies.in_turn import WORKLOADS as HEADLINES
@@ -28,7 +28,6 @@ from benchmarks.workloads.registry import REGISTRY, TITLES
 from benchmarks.workloads.replay import WORKLOADS
 from benchmarks.workloads.sac import WORKLOADS as SAC
 from benchmarks.workloads.slices import SLICES
-from gpubuf.kernels import perceptrons
 
 #: Stands for a figure that no run has.
 OPEN = "open"
@@ -326,6 +325,23 @@ def on_h200(run: Run) -> str:
     return table(head, counted)
 
 
+def fused() -> list[list[str]]:
+    """What an update of soft actor-critic should take in fused launches, as rows of a table."""
+    critics = FASTSAC._replace(policy=False)
+    # FastSAC's actor learns once in four updates of the critics.
+    shares = {"SAC": {Networks(): 1.0}, "FastSAC, critics": {critics: 1.0}, "FastSAC": {critics: 0.75, FASTSAC: 0.25}}
+    asked = [("SAC", n) for n in (256, 1024, 4096, 8192)] + [(name, 8192) for name in ("FastSAC, critics", "FastSAC")]
+    rows = []
+    for (name, n), precision in itertools.product(asked, PRECISIONS):
+        cells = []
+        for target in TARGETS.values():
+            found = [(share, of_perceptrons(n, target, precision, each)) for each, share in shares[name].items()]
+            cells.append(digits(sum(share * sum(one.microseconds for one in each.values()) for share, each in found)))
+        launches = sum(share * len(each) for share, each in found)
+        rows.append([f"{name}, {precision}, {n}", f"{launches:g}", *cells])
+    return rows
+
+
 def updates(runs: Runs) -> str:
     """docs/performance-launches.md: kernels of whole updates, and what the fused one should take."""
     run, measured = runs.get("updates"), runs.get("update_times on cuda")
@@ -340,13 +356,7 @@ def updates(runs: Runs) -> str:
     names = list(of_families[0]["more"])
     rows = [[each["algorithm"], str(each["total"]), *(str(each["more"][n]) for n in names)] for each in of_families]
     parts.append(table(["gpubuf by autograd", "kernels", *(f"more without `{name}`" for name in names)], rows))
-    rows = []
-    codes = {"ieee": perceptrons.IEEE, "tf32x3": perceptrons.TF32X3, "tf32": perceptrons.TF32}
-    for precision, n in itertools.product(codes, (256, 1024, 4096, 8192)):
-        tiles = perceptrons.tiles_of(n, codes[precision])
-        took = (sum(one[-1] for one in of_perceptrons(n, on, precision, tiles).values()) for on in TARGETS.values())
-        rows.append([f"{precision}, {n}", *map(digits, took)])
-    parts.append(table(["five fused launches of SAC, predicted µs", *TARGETS], rows))
+    parts.append(table(["fused, predicted µs", "launches", *TARGETS], fused()))
     times = [] if measured is None else measured.data["update_times"]
     rows = [
         [f"{each['algorithm']}, {each['form']}", str(each["rows"]), each["precision"], digits(each["microseconds"])]

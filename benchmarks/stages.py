@@ -1,4 +1,4 @@
-"""Runs the tests and benchmarks that need a GPU, in three stages of about six minutes, the most valuable first.
+"""Runs the tests and benchmarks that need a GPU, in four stages of about six minutes, the most valuable first.
 
 ``python -m benchmarks.stages 1`` is what ``make gpu STAGE=1`` runs. A stage is a list of steps, each a process with a
 limit of its own, so that neither a hanging kernel nor a lost CUDA context takes the rest along. Everything goes into
@@ -64,8 +64,9 @@ SLICES = ("slices-*", "prioritized-slices-*")
 #: Peers that have buffers on a GPU, measured where their packages are.
 PEERS = ("torchrl", "flashbax")
 GPU_CALLS = (sys.executable, "-m", "benchmarks.studies.kernels")
+GPU_UPDATES = (sys.executable, "-m", "benchmarks.studies.updates")
 #: What studies find, in a stage's folder.
-CALLS, TRAINING = "calls.json", "alone.json"
+CALLS, TRAINING, UPDATES = "calls.json", "alone.json", "update_times.json"
 #: What ncu measures of a launch: time, bytes of memory, instructions, and warps that are there on average.
 METRICS = (
     *("gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum", "smsp__inst_executed.sum"),
@@ -101,7 +102,7 @@ class Plan:
     """A stage.
 
     Attributes:
-        stage: 1, 2 or 3.
+        stage: 1 to 4.
         folder: where everything goes.
         kind: ``"cuda"``, or ``"cpu"`` for a rehearsal: tests skip, benchmarks are quick.
     """
@@ -124,7 +125,7 @@ class Plan:
         """The steps, in order."""
         this = (sys.executable, "-m", "benchmarks.stages", str(self.stage), "--describe", str(self.results))
         described = Step("environment", (*this, *(["--rehearse"] if self.kind == "cpu" else [])), 45)
-        return [described, *{1: self._first, 2: self._second, 3: self._third}[self.stage]()]
+        return [described, *(self._first, self._second, self._third, self._fourth)[self.stage - 1]()]
 
     def _first(self) -> list[Step]:
         together = [name for name in gpu_files() if name not in ALONE]
@@ -172,24 +173,29 @@ class Plan:
 
         speed = (sys.executable, "-m", "benchmarks.studies.speed", "--device", self.kind, "--alone", "64", "4096")
         speed += ("--rounds", "1") if self.kind == "cpu" else ()
-        looks = (
-            "ncu",
-            "--clock-control",
-            "none",
-            "--profile-from-start",
-            "off",
-            "--csv",
-            "--metrics",
-            ",".join(METRICS),
-        )
-        into = ("--log-file", str(self.folder / "ncu.csv"))
         return [
             Step("training", (*speed, "--out", str(self.folder / TRAINING)), 110),
-            Step("ncu", (*looks, *into, *GPU_CALLS, self.kind, "--profiled"), 60, needs="ncu"),
+            self._ncu("ncu", 60, GPU_CALLS),
             fault,
             sanitized("memcheck", 90),
             sanitized("racecheck", LIMIT),
         ]
+
+    def _fourth(self) -> list[Step]:
+        few = ("--sizes", "64", "--algorithms", "sac") if self.kind == "cpu" else ()
+        updates = (*GPU_UPDATES, self.kind, *few, "--deadline={deadline}", "--out", str(self.folder / UPDATES))
+        return [
+            # Whole networks: the largest kernels there are.
+            self._ncu("ncu-networks", 90, GPU_UPDATES, "--kernel-name", "regex:perceptrons"),
+            Step("whole-updates", updates, LIMIT),
+        ]
+
+    def _ncu(self, name: str, seconds: float, study: tuple[str, ...], *chosen: str) -> Step:
+        """What ncu measures of the kernels that a study launches for it, or of those ``chosen`` by its options."""
+        looks = ("ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--metrics")
+        into = ("--log-file", str(self.folder / f"{name}.csv"))
+        command = (*looks, ",".join(METRICS), *into, *chosen, *study, self.kind, "--profiled")
+        return Step(name, command, seconds, needs="ncu")
 
     def _tests(
         self,
@@ -398,7 +404,7 @@ def gather(folders: Sequence[Path], out: Path) -> list[Path]:
     write_whole(path, data)
     written = [path]
     for folder in folders:
-        for name in (CALLS, TRAINING):
+        for name in (CALLS, TRAINING, UPDATES):
             written += [copy(each, out / f"{each.stem}-{path.name}") for each in folder.glob(name)]
         written += [copy(each, out / "tuned" / each.name) for each in folder.glob("tuned/*.json")]
     return written
@@ -406,7 +412,7 @@ def gather(folders: Sequence[Path], out: Path) -> list[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stages", description=__doc__.partition("\n")[0])
-    parser.add_argument("stage", type=int, choices=(1, 2, 3), nargs="?", default=1)
+    parser.add_argument("stage", type=int, choices=(1, 2, 3, 4), nargs="?", default=1)
     parser.add_argument("--out", type=Path, help="the folder for everything; default: runs/gpu")
     parser.add_argument("--list", action="store_true", help="print the commands and their limits, run nothing")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU: tests skip, benchmarks are quick")

@@ -537,8 +537,9 @@ def capture(
     """Capture a step in a CUDA graph on a GPU, and replay it from then on: one launch instead of hundreds.
 
     The first ``warmup`` calls run ``step`` on a side stream. The next call captures it; that call and all later ones
-    replay the graph. n calls are n steps, with the results of n calls of ``step`` itself. Without a GPU, or if the step
-    works on the CPU, every call runs ``step``. The results and the rules are the same:
+    replay the graph. n calls are n steps, with the results of n calls of ``step`` itself; with ``prefetch`` and rows on
+    the GPU alone replays have a batch ahead (docs/prefetch.md). Without a GPU, or if the step works on the CPU, every
+    call runs ``step``. The results and the rules are the same:
 
     * Tensors (in TensorDicts, tensorclasses, lists, tuples and dictionaries too) may have other values at each call,
       but not other shapes, dtypes or devices. All other arguments are part of the graph and must not change.

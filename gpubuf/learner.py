@@ -61,7 +61,8 @@ class Learner:
             TensorDict or dict whose entries ``"loss_*"`` are minimised together, or ``"loss"`` if there is no such
             entry. It writes priorities into the batch.
         optimizer: of the parameters that learn.
-        buffer: what batches are drawn from, and priorities given back to. None: each call gets a batch.
+        buffer: what batches are drawn from, always without autocast, and priorities given back to. None: each call gets
+            a batch.
         target: moves the targets after each step; None where the optimiser does it, or there are none.
         capture: whether to capture on a GPU.
     """
@@ -137,7 +138,10 @@ class Learner:
     def _update(self, batch: TensorDictBase | None, policy: bool) -> tuple[TensorDict, dict[Any, Tensor]]:
         """(the losses, what was written into the batch)."""
         if batch is None:
-            batch = self.buffer.sample()
+            kind = self._device.type
+            # Autocast is for the loss, and not for networks among the buffer's transforms.
+            with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
+                batch = self.buffer.sample()
         assert batch is not None
         explicit = self._known()
         if explicit is not None and explicit.fits(batch):

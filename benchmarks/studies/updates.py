@@ -1,15 +1,22 @@
 """How many kernels an update launches, by gpubuf and as plain PyTorch writes it.
 
 ``python -m benchmarks.studies.updates`` needs no GPU: it makes the updates with ``tests.gates.updates`` in the place of
-one, which launches nothing and counts. ``python -m benchmarks.studies.updates cuda`` times them there, in graphs.
+one, which launches nothing and counts.
+
+``python -m benchmarks.studies.updates cuda`` times them there, in graphs: first those that no compiler takes a minute
+for, then PyTorch's compiled. With ``--profiled`` it makes some of gpubuf's once, for ncu. A stage of ``make gpu`` does
+both, :mod:`benchmarks.stages`.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +39,8 @@ STORED = 20_000
 ALGORITHMS = ("sac", "td3", "crossq", "fastsac", "flashsac")
 SEPARATE = "plain PyTorch, separate losses"
 """As CleanRL and LeanRL have soft actor-critic: three losses, three optimisers, one after the other."""
+SIZES = (256, 8192)
+"""Rows of a batch, where updates are timed."""
 
 
 def plain_buffer(n: int, prioritized: bool, device: str) -> tuple[Callable[[], Any], Callable[..., None]]:
@@ -120,7 +129,7 @@ def adam(parameters: list[Any], device: str) -> Callable[[torch.Tensor], None]:
     return step
 
 
-def learner(name: str, n: int, prioritized: bool, device: str) -> Any:
+def learner(name: str, n: int, prioritized: bool, device: str, prefetch: int | None = None) -> Any:
     """gpubuf's update."""
     from gpubuf.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
 
@@ -130,7 +139,7 @@ def learner(name: str, n: int, prioritized: bool, device: str) -> Any:
     storage = LazyTensorStorage(STORED, device=device)
     priorities = {"alpha": ALPHA, "beta": BETA, "eps": EPS} if prioritized else {}
     kind: Any = TensorDictPrioritizedReplayBuffer if prioritized else TensorDictReplayBuffer
-    buffer = kind(storage=storage, batch_size=n, **priorities)
+    buffer = kind(storage=storage, batch_size=n, prefetch=prefetch, **priorities)
     buffer.extend(make_batch(STORED).to(device))
     return gpubuf.Learner(loss, optimizer, buffer=buffer)
 
@@ -143,33 +152,59 @@ def forms(name: str, n: int, prioritized: bool, device: str) -> dict[str, Callab
     return {**found, OURS: lambda: learner(name, n, prioritized, device)}
 
 
-def in_graph(form: str, update: Any, device: str) -> dict[str, Any]:
-    """The ways to run an update on a device: ours captures itself; others as they are, and compiled."""
-    if form == OURS:
-        return {form: update}
-    found = {form: gpubuf.capture(update, device=device)}
-    if device == "cuda":
-        found[f"{form}, reduce-overhead"] = torch.compile(update, mode="reduce-overhead")
-        found[f"{form}, compiled, in a graph"] = gpubuf.capture(torch.compile(update), device=device)
+def timed_forms(name: str, n: int, device: str) -> dict[str, Callable[[], Callable[[], object]]]:
+    """:func:`forms` of uniform batches; and ours with priorities, drawn in an update or during the one before."""
+    found = forms(name, n, False, device)
+    if name == "sac":
+        for way, prefetch in (("priorities", None), ("priorities, prefetch", 1)):
+            found[f"{OURS}, {way}"] = functools.partial(learner, name, n, True, device, prefetch)
     return found
 
 
-def timed(device: str, sizes: Sequence[int], algorithms: Sequence[str] = ALGORITHMS) -> list[dict[str, Any]]:
-    """Microseconds of every update, in float32 and with TF32's products, and the ``probe`` of the host."""
-    found, clock = [], clocks.of(None, device)
-    for name in algorithms:
-        for n in sizes:
-            for form, make in forms(name, n, False, device).items():
-                for precision in ("highest", "high"):
-                    torch.set_float32_matmul_precision(precision)
-                    for way, call in in_graph(form, make(), device).items():
-                        for _ in range(8):
-                            call()
-                        took, probe = steady(lambda call=call: clocks.runs(call, clock, 5, 10), probe_of(device))
-                        what = {"algorithm": name, "form": way, "rows": n, "precision": precision, "probe": probe}
-                        found.append({**what, "microseconds": statistics.median(took) * 1e6})
+def ways(form: str, device: str, compiled: bool) -> dict[str, Callable[[Any], Callable[[], object]]]:
+    """What makes an update run on a device, by the name of the result: ours captures itself."""
+    if not compiled:
+        in_graph = functools.partial(gpubuf.capture, device=device)
+        return {form: (lambda update: update) if form.startswith(OURS) else in_graph}
+    if form.startswith(OURS) or device != "cuda":
+        return {}
+    return {
+        f"{form}, reduce-overhead": functools.partial(torch.compile, mode="reduce-overhead"),
+        f"{form}, compiled, in a graph": lambda update: gpubuf.capture(torch.compile(update), device=device),
+    }
+
+
+def timed(
+    device: str, sizes: Sequence[int], algorithms: Sequence[str] = ALGORITHMS, deadline: float | None = None
+) -> Iterator[dict[str, Any]]:
+    """Microseconds of every update, in float32 and with TF32's products, and the ``probe`` of the host.
+
+    Those that take no compiler come first. None is begun after the ``deadline``, in seconds of ``time.time()``.
+    """
+    clock = clocks.of(None, device)
+    for compiled, name, n in itertools.product((False, True), algorithms, sizes):
+        for (form, make), precision in itertools.product(timed_forms(name, n, device).items(), ("highest", "high")):
+            for way, run in ways(form, device, compiled).items():
+                if deadline is not None and time.time() > deadline:
+                    print(f"left out, the time is over: {way}, {name}, {n}, {precision}")
+                    continue
+                torch.set_float32_matmul_precision(precision)
+                call = run(make())
+                for _ in range(8):
+                    call()
+                took, probe = steady(lambda call=call: clocks.runs(call, clock, 5, 10), probe_of(device))
+                what = {"algorithm": name, "form": way, "rows": n, "precision": precision, "probe": probe}
+                yield {**what, "microseconds": statistics.median(took) * 1e6}
     torch.set_float32_matmul_precision("highest")
-    return found
+
+
+def profiled(device: str, sizes: Sequence[int]) -> None:
+    """Make updates of whole networks twice, the second time between the marks that a profiler begins and ends at."""
+    for name, n in itertools.product(("sac", "fastsac"), sizes):
+        update = learner(name, n, False, device)
+        update()
+        with torch.cuda.profiler.profile():
+            update()
 
 
 def counted_in_subprocess(*algorithms: str) -> dict[str, Any]:
@@ -183,17 +218,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m benchmarks.studies.updates", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("device", choices=("cuda", "cpu"), nargs="?", help="time the updates there; cpu: a rehearsal")
-    parser.add_argument(
-        "--sizes", type=int, nargs="+", default=(256, 8192), help="rows of a batch, where they are timed"
-    )
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="rows of a batch, where they are timed")
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=ALGORITHMS)
+    parser.add_argument("--profiled", action="store_true", help="time nothing; make some updates for a profiler")
+    parser.add_argument("--deadline", type=float, help="time.time() after which no row is begun")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    if options.profiled:
+        profiled(options.device, options.sizes)
+        return
     machine = describe(options.device or "cpu")
     if options.device:
-        results: Any = timed(options.device, options.sizes, options.algorithms)
-        write_results("update_times", results, machine, options.out)
+        results: list[Any] = []
+        for each in timed(options.device, options.sizes, options.algorithms, options.deadline):
+            results.append(each)
+            # After each, for a compiler may be cut.
+            write_results("update_times", results, machine, options.out)
     else:
         write_results("updates", counted_in_subprocess(*options.algorithms), machine, options.out)
 

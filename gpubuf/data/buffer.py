@@ -48,9 +48,9 @@ class ReplayBuffer:
         pin_memory: put every CPU tensor of a batch and of its info into pinned memory, after the transforms. Without
             an accelerator this warns once and does nothing.
         prefetch: with 1 and more, the next batch of ``batch_size`` transitions is made ahead where that pays: with rows
-            in pinned memory on a stream of its own, or in a branch of the graph of a captured step, and of mapped files
-            the pages of its rows are requested. It is drawn when the one before it is asked for, and has the rows or
-            the choice of that moment.
+            in pinned memory on a stream of its own, or in a branch of the graph of a captured step, there also with
+            rows on the GPU, and of mapped files the pages of its rows are requested. It is drawn when the one before it
+            is asked for, and has the rows or the choice of that moment.
         transform: a callable on a batch, or a module, also for indexing: :class:`RewardScale`, :class:`Clip`,
             :class:`Mirror`, or one of your own. :class:`MultiStepTransform` sets ``n_steps``.
         batch_size: number of transitions in a batch; :meth:`sample` may override it.

@@ -17,7 +17,7 @@ from gpubuf.data.hindsight import Hindsight
 from gpubuf.data.ingress.intake import Intake
 from gpubuf.data.mending import forget, mend
 from gpubuf.data.operation import Operation
-from gpubuf.data.prefetch import Prefetched
+from gpubuf.data.prefetch import PrefetchedInGraphs, prefetched
 from gpubuf.data.processing.pipeline import Pipeline
 from gpubuf.data.recording import EMPTIES, REPLAY
 from gpubuf.data.samplers.base import Sampler
@@ -152,7 +152,7 @@ class Parts:
             sampler.read_from(reader)
         self.reader = reader
         before = vars(self).get("batches")
-        self.batches = (Prefetched if self.prefetch and Prefetched.helps(storage, sampler) else Batches)(
+        self.batches = (prefetched(storage, sampler) if self.prefetch else Batches)(
             storage,
             reader,
             sampler,
@@ -165,7 +165,7 @@ class Parts:
             relabel=self.relabel,
             gate=None if self.intake is None else self.intake.gate,
         )
-        if isinstance(before, Prefetched):
+        if isinstance(before, PrefetchedInGraphs):
             before.replaced_by(self.batches)
         self.rows = RowAccess(storage, writer, self.transform, self.collate_fn, self.recipe, self.time_dim)
 

@@ -1,7 +1,7 @@
 """The next batch, made while the consumer uses this one: gathered from pinned memory, or its pages requested of a disk.
 
-Where a batch is one launch and nothing slower lies behind it, on a CPU or with rows on the GPU, nothing is made ahead,
-and this class is not there.
+Where a batch is one launch and nothing slower lies behind it, nothing is made ahead: with rows on a CPU none of these
+classes is there, and with rows on a GPU only captured steps have a batch ahead.
 """
 
 from __future__ import annotations
@@ -17,17 +17,23 @@ from torch import Tensor
 
 from gpubuf.data.batches import Batch, Batches
 from gpubuf.data.pinning import map_tensors, tensors_of
-from gpubuf.data.recording import Recording, capturing, current
+from gpubuf.data.recording import at_replays, capturing, current
 from gpubuf.data.samplers.base import Drawn, Sampler
 from gpubuf.data.samplers.slices import SliceSampler
+from gpubuf.data.storage.host_memory import views_of
 from gpubuf.data.storage.memmap import LazyMemmapStorage
 from gpubuf.data.storage.placement import PINNED, SPLIT
 from gpubuf.data.storage.plan import RowPlan
 from gpubuf.data.storage.storage import TensorStorage
+from gpubuf.kernels.rows import arena_offsets
 
 _WHY = "the next batch is made ahead, in no graph but gpubuf.capture's, of pinned rows: use a buffer without prefetch"
-_KIND = "with prefetch, draw batches of the buffer's own batch_size, all of them with info or all without"
-_FIRST = "with prefetch, draw before the step's other calls of the buffer: a replay may have to draw when it begins"
+_ALIKE = (
+    "with prefetch, draw before the step's other calls of the buffer, as a replay may have to draw when it begins, and "
+    "in batches of the buffer's own batch_size, all of them with info or all without"
+)
+GRAPH_DEVICES = frozenset({"cuda"})
+"""Where rows are of which a branch of a graph makes the batch ahead, and nothing else does."""
 
 
 class _Chosen(NamedTuple):
@@ -44,15 +50,15 @@ class _Chosen(NamedTuple):
 
 
 class _Ahead(NamedTuple):
-    """A batch ahead of its consumer: whether info goes into it, how it was drawn, and it or the rows chosen for it.
+    """A batch ahead of its consumer: whether info goes into it, what takes its draw back, it or the rows chosen for it.
 
     The memory of one that a graph has made is written anew by the next replay.
     """
 
     include_info: bool
-    before: _Before
+    before: _Before | None
     made: Batch | _Chosen
-    of_graph: bool = False
+    memory: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -62,10 +68,25 @@ class _Line:
     Attributes:
         ahead: the batch.
         in_use: whether the buffer makes batches ahead: graphs that do so are no longer right else.
+        layout, memory: of the batch that the last graph keeps. One like it shares the memory: graphs may take turns.
     """
 
     ahead: _Ahead | None = None
     in_use: bool = True
+    layout: list[Any] = field(default_factory=list)
+    memory: Tensor | None = None
+
+    def keep(self, batch: Batch) -> tuple[Batch, Tensor, list[Tensor]]:
+        """A batch like this one in one piece of memory, that, and what of it is for each of :func:`_bytes`."""
+        given = _bytes(batch)
+        offsets, n_bytes = arena_offsets([each.nbytes for each in given], 1)
+        tensors = tensors_of((batch.data, batch.info))
+        layout = [offsets, *((each.shape, each.dtype, each.stride(), each.storage_offset()) for each in tensors)]
+        if self.memory is None or self.layout != layout:
+            self.layout, self.memory = layout, torch.empty(n_bytes, dtype=torch.uint8, device=given[0].device)
+        parts = views_of(self.memory, given, offsets)
+        left = iter(parts)
+        return _like(batch, lambda _: next(left))[0], self.memory, parts
 
 
 class _Kept(NamedTuple):
@@ -74,23 +95,30 @@ class _Kept(NamedTuple):
     include_info: bool
     side: torch.cuda.Stream
     batch: Batch
-    memory: list[Tensor]
+    memory: Tensor
+    parts: list[Tensor]
 
 
 def _like(batch: Batch, memory: Callable[[Tensor], Tensor]) -> tuple[Batch, list[Tensor]]:
-    """A batch in other memory, and that: what ``memory`` makes of the vectors that a batch lies in."""
+    """A batch in other memory, and that: what ``memory`` makes of the bytes, uint8 ``[n]``, that a batch lies in."""
     vectors: dict[int, Tensor] = {}
 
     def moved(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         vector = vectors.get(storage._cdata)
         if vector is None:
-            vector = memory(tensor.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0))
+            vector = memory(tensor.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0).view(torch.uint8))
             vectors[storage._cdata] = vector
-        return vector.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        own = vector.view(tensor.dtype)
+        return own.as_strided(tensor.shape, tensor.stride(), own.storage_offset() + tensor.storage_offset())
 
     data, info = map_tensors((batch.data, batch.info), moved)
     return batch._replace(data=data, info=info), [*vectors.values()]
+
+
+def _bytes(batch: Batch) -> list[Tensor]:
+    """What a batch lies in, each uint8 ``[n]``."""
+    return _like(batch, lambda vector: vector)[1]
 
 
 class _Before:
@@ -119,7 +147,94 @@ class _Before:
 
 
 @dataclass(eq=False)
-class Prefetched(Batches):
+class PrefetchedInGraphs(Batches):
+    """Batches of rows on a GPU: a branch of a captured step makes the next one of the constructor's size.
+
+    It has the rows, priorities and statistics of that moment, and is for the next replay. All other draws are those of
+    a buffer without prefetch, also in a graph. Random numbers of a batch that is thrown away are not used again.
+    """
+
+    line: _Line = field(default_factory=_Line)
+
+    @property
+    def ahead(self) -> int:
+        return int(self.line.ahead is not None)
+
+    def replaced_by(self, other: Batches) -> None:
+        """Others make the buffer's batches from now on. Call :meth:`discard` before."""
+        self.line.ahead = None
+        if isinstance(other, PrefetchedInGraphs):
+            other.line = self.line
+        else:
+            self.line.in_use = False
+
+    def discard(self) -> None:
+        super().discard()
+        self._put_back()
+
+    def _put_back(self) -> None:
+        ahead, self.line.ahead = self.line.ahead, None
+        if ahead is not None and ahead.before is not None:
+            ahead.before.put_back()
+
+    def drawn(
+        self, n: int, include_info: bool, batches: int | None, whole: bool = True, assembled: bool = True
+    ) -> Batch:
+        usual = n == self.batch_size and batches is None and whole and assembled
+        if usual and self._in_branch(include_info):
+            return self._captured(n, include_info)
+        return super().drawn(n, include_info, batches, whole, assembled)
+
+    def _in_branch(self, include_info: bool) -> bool:
+        """Whether a step is being captured whose replays can draw before all else, and batches like this one."""
+        notes = current.recording
+        if notes is None:
+            return False
+        known = notes.kept.get(self.line)
+        return notes.begun.count(self.operation) == 1 if known is None else known.include_info is include_info
+
+    def _captured(self, n: int, include_info: bool) -> Batch:
+        """The batch that the replay before has left, in the graph; and in a branch the next one, for the next replay.
+
+        A replay that finds none, for there was none or it was thrown away, draws one first.
+        """
+        notes, device = at_replays(), self.storage.device
+        main = torch.cuda.current_stream(device)
+        known = notes.kept.get(self.line)
+        # Not that of eager batches: other threads may make some meanwhile.
+        side = torch.cuda.Stream(device) if known is None else known.side
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            before, made = self._next(n, include_info)
+        if known is None:
+            known = notes.kept[self.line] = _Kept(include_info, side, *self.line.keep(made))
+            notes.holds(self.line, "in_use")
+            notes.before(self.line, functools.partial(self._bring, known, n))
+        batch, _ = _like(known.batch, torch.clone)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            torch._foreach_copy_(known.parts, _bytes(made))
+        notes.branches[self.operation] = side
+        ahead = _Ahead(include_info, before, known.batch, known.memory)
+        notes.after(functools.partial(setattr, self.line, "ahead", ahead))
+        return batch
+
+    def _next(self, n: int, include_info: bool) -> tuple[_Before | None, Batch]:
+        """The next batch, in a branch of a graph, and what takes its draw back."""
+        return None, super().drawn(n, include_info, None)
+
+    def _bring(self, kept: _Kept, n: int) -> None:
+        """Before a replay: have the batch ahead where its graph takes it from."""
+        ahead = self.line.ahead
+        if ahead is None or ahead.memory is not kept.memory:
+            batch = self.drawn(n, kept.include_info, None)
+            there, found = (list(tensors_of((each.data, each.info))) for each in (kept.batch, batch))
+            torch._foreach_copy_(there, found)
+        self.line.ahead = None
+
+
+@dataclass(eq=False)
+class Prefetched(PrefetchedInGraphs):
     """Batches of the constructor's size, of which the next is made ahead of its consumer: one at most, by no thread.
 
     Rows in pinned memory: a stream of its own gathers it, or within a captured step a branch of the graph. It has the
@@ -131,7 +246,6 @@ class Prefetched(Batches):
     rows, throws the batch ahead away and takes its draw back: the next draw gets its random numbers.
     """
 
-    line: _Line = field(default_factory=_Line)
     _side: torch.cuda.Stream | None = None
 
     def __post_init__(self) -> None:
@@ -139,48 +253,17 @@ class Prefetched(Batches):
         # Makes the batches, each when it is asked for.
         self._plain = Batches(**{each.name: getattr(self, each.name) for each in fields(Batches)})
 
-    @staticmethod
-    def helps(storage: TensorStorage, sampler: Sampler) -> bool:
-        """Whether a batch of these parts is worth making ahead, and can be taken back."""
-        place = storage.placement
-        if place is None or sampler.drawn_state is None or sampler.shards is not None:
-            return False
-        return place.kind in (PINNED, SPLIT) or (isinstance(storage, LazyMemmapStorage) and storage.has_large_rows)
-
-    @property
-    def ahead(self) -> int:
-        return int(self.line.ahead is not None)
-
-    def replaced_by(self, other: Batches) -> None:
-        """Others make the buffer's batches from now on. Call :meth:`discard` before."""
-        self.line.ahead = None
-        if isinstance(other, Prefetched):
-            other.line = self.line
-        else:
-            self.line.in_use = False
-
-    def discard(self) -> None:
-        super().discard()
-        self._put_back()
-
     def _forget(self) -> None:
         self._plain._forget()
 
     def kept_bytes(self) -> int:
         return self._plain.kept_bytes()
 
-    def _put_back(self) -> None:
-        ahead, self.line.ahead = self.line.ahead, None
-        if ahead is not None:
-            ahead.before.put_back()
-
     def next(self, batch_size: int | None, include_info: bool, batches: int | None = None) -> Batch:
-        notes = current.recording
-        if notes is not None and self.operation in notes.operations and self.line not in notes.kept:
-            notes.refuse(_FIRST)
         batch = super().next(batch_size, include_info, batches)
         # Within a caller's operation the streams would be out of order.
-        if notes is None and batch_size in (None, self.batch_size) and batches is None and not self.operation.held:
+        own = batch_size in (None, self.batch_size) and batches is None
+        if own and current.recording is None and not self.operation.held:
             device = self.operation.gpu()
             if device is not None and self._side is None:
                 self._side = torch.cuda.Stream(device)
@@ -196,10 +279,9 @@ class Prefetched(Batches):
         if notes is not None:
             if isinstance(self.storage, LazyMemmapStorage):
                 notes.refuse(_WHY)
-            known = notes.kept.get(self.line)
-            if not usual or (known is not None and known.include_info is not include_info):
-                notes.refuse(_KIND)
-            return self._captured(notes, n, include_info)
+            if not (usual and self._in_branch(include_info)):
+                notes.refuse(_ALIKE)
+            return self._captured(n, include_info)
         if capturing():
             raise RuntimeError(_WHY)
         batch = self._taken(n, include_info) if usual else None
@@ -224,56 +306,23 @@ class Prefetched(Batches):
         self.sampler.ran_out = ahead.made.ran_out
         if isinstance(ahead.made, _Chosen):
             return self._plain.made_of(ahead.made.drawn(self.reader), include_info)
-        if ahead.of_graph:
+        if ahead.memory is not None:
             return _like(ahead.made, torch.clone)[0]
         on_gpu = (each for each in tensors_of((ahead.made.data, ahead.made.info)) if each.is_cuda)
         for tensor in {each.untyped_storage()._cdata: each for each in on_gpu}.values():
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return ahead.made
 
-    # In a graph
-
-    def _captured(self, notes: Recording, n: int, include_info: bool) -> Batch:
-        """The batch that the replay before has left, in the graph; and in a branch the next one, for the next replay.
-
-        A replay that finds none, for there was none or it was thrown away, draws one first.
-        """
-        device = self.storage.device
-        main = torch.cuda.current_stream(device)
-        known = notes.kept.get(self.line)
-        # Not that of eager batches: other threads may make some meanwhile.
-        side = torch.cuda.Stream(device) if known is None else known.side
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            before, made = self._before(), self._plain.drawn(n, include_info, None)
-        before.drawn()
-        if known is None:
-            known = notes.kept[self.line] = _Kept(include_info, side, *_like(made, torch.empty_like))
-            notes.holds(self.line, "in_use")
-            notes.before(self.line, functools.partial(self._bring, known.batch, n, include_info))
-        batch, _ = _like(known.batch, torch.clone)
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            for to, vector in zip(known.memory, _like(made, lambda vector: vector)[1], strict=True):
-                to.copy_(vector)
-        notes.branches[self.operation] = side
-        notes.after(functools.partial(setattr, self.line, "ahead", _Ahead(include_info, before, known.batch, True)))
-        return batch
-
-    def _bring(self, kept: Batch, n: int, include_info: bool) -> None:
-        """Before a replay: have the batch ahead where its graph takes it from."""
-        ahead = self.line.ahead
-        if ahead is None or ahead.made is not kept:
-            batch = self.drawn(n, include_info, None)
-            there, found = (list(tensors_of((each.data, each.info))) for each in (kept, batch))
-            torch._foreach_copy_(there, found)
-        self.line.ahead = None
-
     # Ahead
 
     def _before(self) -> _Before:
         processing = self.reader.recipe.processing
         return _Before(self.sampler, None if processing is None else processing.noise)
+
+    def _next(self, n: int, include_info: bool) -> tuple[_Before | None, Batch]:
+        before, made = self._before(), self._plain.drawn(n, include_info, None)
+        before.drawn()
+        return before, made
 
     def _make(self, n: int, include_info: bool) -> None:
         """Make a batch ahead. One that can't be drawn, for want of rows for example, is drawn when it is asked for."""
@@ -309,3 +358,14 @@ class Prefetched(Batches):
         around = [(positions + offset * envs) % storage.max_size for offset in self.reader.recipe.offsets]
         storage.request(torch.cat(around))
         return None if isinstance(sampler, SliceSampler) else _Chosen(positions, info, sampler.ran_out)
+
+
+def prefetched(storage: TensorStorage, sampler: Sampler) -> type[Batches]:
+    """What makes the batches of these parts where the next one is to be made ahead: if that pays, and can be done."""
+    place = storage.placement
+    if place is None or sampler.drawn_state is None or sampler.shards is not None:
+        return Batches
+    if place.kind in (PINNED, SPLIT) or (isinstance(storage, LazyMemmapStorage) and storage.has_large_rows):
+        return Prefetched
+    # Within a graph no draw can be taken back, nor an epoch begin.
+    return PrefetchedInGraphs if place.kind in GRAPH_DEVICES and sampler.drawn_state == () else Batches

@@ -101,12 +101,14 @@ class Recording:
 
     Attributes:
         operations: those of the buffers that the graph uses.
+        begun: one for each of their calls, in order.
         branches: the streams on which work of an operation goes on, in a branch of the graph.
         kept: memory that replays leave something in for the next one, by its owner.
     """
 
     def __init__(self) -> None:
         self.operations: list[RecordedOperation] = []
+        self.begun: list[RecordedOperation] = []
         self.branches: dict[RecordedOperation, torch.cuda.Stream] = {}
         self.kept: dict[Hashable, Any] = {}
         self._before: dict[Hashable, Callable[[], None]] = {}
@@ -339,3 +341,4 @@ def used(operation: RecordedOperation) -> None:
         operations.append(operation)
     if current.recording is not None:
         current.recording.join(operation)
+        current.recording.begun.append(operation)

@@ -78,7 +78,7 @@ def products_of(
     for sums, vector in zip(deltas[depth:], into[2 * depth :], strict=True):
         for part, more in zip(found[:4], (sums, sums, vector, vector), strict=True):
             part.append(more)
-        found.shapes.extend((count, 0, 0, 0, 0, sums.shape[-1], 0))
+        found.shapes.extend((count, 0, 0, *sums.shape[-2:-1], 0, sums.shape[-1], 0))
     return found
 
 
@@ -178,7 +178,7 @@ class FusedSACUpdate(Update):
 
     def _scratch(self, n: int, policy: bool, precision: int) -> Scratch:
         """Memory for n rows. A graph's lies in the pool of that graph."""
-        new, count, parts = self.actor.like.new_empty, len(self.critics.nets), perceptrons.parts_of(n, precision)
+        new, count, parts = self.actor.like.new_empty, len(self.critics.nets), perceptrons.parts_of
 
         def hidden(net: Perceptrons, *rows: int) -> list[Tensor]:
             """What is computed, and the spread of each row where there are norms."""
@@ -191,8 +191,8 @@ class FusedSACUpdate(Update):
 
         return Scratch(
             hidden(self.actor, 2 * n), new(2 * n, self.size), new(2 * n), hidden(self.critics, 2 + policy, count, n),
-            deltas(self.critics, (count, parts), 1 + policy, count, n), new(count, n, self.size),
-            deltas(self.actor, (parts,), n),
+            deltas(self.critics, (count, parts(n, (1 + policy) * count, precision)), 1 + policy, count, n),
+            new(count, n, self.size), deltas(self.actor, (parts(n, 1, precision),), n),
         )  # fmt: skip
 
     def _products(self, memory: Scratch, state: Tensor, action: Tensor, policy: bool) -> Products:

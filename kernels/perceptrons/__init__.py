@@ -26,7 +26,7 @@ standard deviation: scale and shift are still to come), and then the result. The
 hidden layers by their outputs, which those of weights need. ``deltas`` has gradients by what layers compute before norm
 and activation, and then that by the result. With norms, ``hidden`` has the inverse standard deviations of the rows of
 each hidden layer besides, and ``deltas`` sums of the gradients of scale and shift of each norm, over the rows of each
-program, of which there are :func:`parts_of`. All results are written into memory that the caller owns.
+program, of which :func:`parts_of` a net has. All results are written into memory that the caller owns.
 
 ``precision`` is that of products on a GPU, whose sums are float32: :data:`IEEE`, :data:`TF32X3` (each number as the sum
 of two of TF32, three products; tests/kernels/test_perceptrons.py says how near that is), :data:`TF32` or :data:`BF16`.
@@ -59,20 +59,34 @@ def float32_on(device: torch.device) -> int:
     return TF32X3 if torch.cuda.get_device_capability(device) in IN_PARTS else IEEE
 
 
-def tiles_of(n: int, precision: int) -> tuple[int, int, int, int]:
-    """(rows of a program, outputs, and inputs that it multiplies at a time, its warps) for a batch of n.
+def tiles_of(rows: int, precision: int) -> tuple[int, int, int, int]:
+    """(rows of a program, outputs, and inputs that it multiplies at a time, its warps) of a launch.
 
-    A small batch is cut into many programs, so that every multiprocessor has some. More rows would read weights more
-    rarely, but the three products of :data:`TF32X3` take thrice the registers.
+    A program of more rows reads weights more rarely. It has as many as leave a program for most multiprocessors.
+
+    Args:
+        rows: how many the launch has, those of all its nets together.
     """
+    block = next((size for size in (64, 32) if rows >= 96 * size), 16)
     if precision in (IEEE, TF32X3):
-        return (16, 64, 32, 4) if n <= 1024 else (32, 64, 16, 4)
-    return (16, 128, 32, 4) if n <= 512 else (32 if n <= 4096 else 64, 128, 32, 8)
+        return block, 64 if block == 64 else 128, 16, 4 if block == 16 else 8
+    return (16, 128, 16, 4) if block == 16 else (block, 128, 32, 8)
 
 
-def parts_of(n: int, precision: int) -> int:
-    """Programs that share the rows of a batch of n."""
-    return -(-n // tiles_of(n, precision)[0])
+def weight_tile(weights: int, precision: int) -> tuple[int, int, int, int]:
+    """(inputs and outputs of a weight whose gradients are one program's, rows that it multiplies at a time, its warps).
+
+    Args:
+        weights: numbers in all weights together. Few of them would make too few programs of larger tiles.
+    """
+    if precision in (TF32, BF16) and weights >= 2**19:
+        return 64, 64, 32, 8
+    return *WEIGHT_TILE, 16 if precision == IEEE else 32, 4
+
+
+def parts_of(n: int, nets: int, precision: int) -> int:
+    """Programs that share n rows, where a launch takes so many of each of its nets."""
+    return -(-n // tiles_of(nets * n, precision)[0])
 
 
 SCALARS = ("slope", "loss_qvalue", "alpha", "loss_actor", "loss_alpha", "entropy")
@@ -189,8 +203,8 @@ weight_gradients = define(
 
 ``shapes`` has seven numbers for each product p: (nets N, whether all nets have one input, first row of the weight,
 width of the input, inputs of the layer, outputs of the layer, whether the weight is turned). A product whose first row
-is not 0 is a part of a layer, and leaves its bias alone. Where the layer has no inputs, there are sums alone, and
-``weights[p]`` is not written.
+is not 0 is a part of a layer, and leaves its bias alone. Where the layer has no inputs, there are the sums of ``parts``
+rows alone: these are the fourth number, and ``weights[p]`` is not written.
 
 Args:
     first: a tensor on the device.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpubuf.kernels._launching import all_registers, cdiv, launch
-from gpubuf.kernels.perceptrons import BF16, IEEE, SHAPE, TF32, TF32X3, WEIGHT_TILE, tiles_of
+from gpubuf.kernels.perceptrons import BF16, IEEE, SHAPE, TF32, TF32X3, tiles_of, weight_tile
 from gpubuf.kernels.perceptrons import _triton as layers
 from gpubuf.kernels.perceptrons import _triton_sac as kernels
 
@@ -18,18 +18,14 @@ _PRECISIONS = {IEEE: "ieee", TF32X3: "ieee", TF32: "ieee"} if torch.version.hip 
 _PRECISIONS |= {IEEE: "ieee", BF16: "bf16"}
 
 
-WARPS: dict[str, Any] = {"num_warps": 4, "maxnreg": all_registers(4)}
-"""Of programs that compute gradients of weights."""
-
-
 def _power(width: int) -> int:
     """A power of two of at least ``width``, and of what a product takes."""
     return max(16, 1 << (width - 1).bit_length())
 
 
-def _tiles(n: int, sizes: Sequence[int], precision: int) -> tuple[dict[str, Any], dict[str, int]]:
-    """How programs cover rows and layers, and what their threads have."""
-    block, width, depth, warps = tiles_of(n, precision)
+def _tiles(rows: int, sizes: Sequence[int], precision: int) -> tuple[dict[str, Any], dict[str, int]]:
+    """How programs cover rows, those of all nets, and layers, and what their threads have."""
+    block, width, depth, warps = tiles_of(rows, precision)
     tile = _PRECISIONS[precision], min(width, max(map(_power, sizes[1:]))), depth, 3
     return {"TILES": tile, "BLOCK": block}, {"num_warps": warps, "maxnreg": all_registers(warps)}
 
@@ -59,7 +55,7 @@ def sac_act(
     action: Tensor, log_prob: Tensor,
 ) -> None:  # fmt: skip
     n, sizes = len(state), _sizes(online, True, eps)
-    tiles, threads = _tiles(n, sizes, precision)
+    tiles, threads = _tiles((1 + policy) * n, sizes, precision)
     how = {
         "SIZES": sizes, "NET": (activation, True, eps), "HEAD": (head, *head_values), "BOUNDS": _bounds(low, bounds),
         "DELAYED": any(a.data_ptr() != b.data_ptr() for a, b in zip(target, online, strict=True)), **tiles,
@@ -76,7 +72,7 @@ def sac_values(
     support: Sequence[float], policy: bool, precision: int, hidden: Sequence[Tensor], q: Tensor | None,
 ) -> None:  # fmt: skip
     (n, width), nets, sizes = state.shape, hidden[0].shape[1], _sizes(online, turned, eps)
-    tiles, threads = _tiles(n, sizes, precision)
+    tiles, threads = _tiles((2 + policy) * nets * n, sizes, precision)
     how = {
         "NETS": nets, "SIZES": sizes, "INPUTS": (columns[0], width, columns[1], action.shape[1]),
         "NET": (activation, turned, eps), "SUPPORT": (*support,), **tiles, "COLUMNS": _power(sizes[-1]),
@@ -96,7 +92,7 @@ def sac_value_gradients(
     scalars: Tensor,
 ) -> None:  # fmt: skip
     (nets, n, size), sizes = grad_action.shape, _sizes(online, turned, eps)
-    tiles, threads = _tiles(n, sizes, precision)
+    tiles, threads = _tiles((1 + policy) * nets * n, sizes, precision)
     how = {
         "NETS": nets, "SIZES": sizes, "INPUTS": (columns[0], sizes[0] - size, columns[1], size),
         "NET": (activation, turned, eps), "SUPPORT": (*support,), "LOSS_FUNCTION": loss_function,
@@ -130,27 +126,25 @@ def sac_action_gradients(
     launch(kernels.perceptrons_sac_action_gradients_kernel, cdiv(n, tiles["BLOCK"]), *arguments, **threads, **how)
 
 
-def _products(
-    grads: Sequence[Tensor], shapes: Sequence[int], places: Sequence[int], precision: int
-) -> tuple[int, tuple[int, int], dict[str, Any]]:
-    """(programs, the rows of products and of sums alone, constants) of products of weights' gradients."""
+def _products(shapes: Sequence[int], places: Sequence[int], precision: int) -> tuple[int, dict[str, Any]]:
+    """(programs, constants and threads) of products of weights' gradients."""
     products = tuple(zip(*[iter(shapes)] * SHAPE, strict=True))
-    (height, width), begins, parts = WEIGHT_TILE, [0], 0
-    for grad, (nets, _, _, below, fan_in, fan_out, _) in zip(grads, products, strict=True):
-        begins.append(begins[-1] + nets * (cdiv(below, height) if fan_in else 1) * cdiv(fan_out, width))
-        parts = parts if fan_in else grad.shape[-2]
-    tiles = _PRECISIONS[precision], width, 16 if precision == IEEE else 32, 3
+    weights = sum(nets * width * fan_out for nets, _, _, width, fan_in, fan_out, _ in products if fan_in)
+    (height, across, depth, warps), begins = weight_tile(weights, precision), [0]
+    for nets, _, _, width, fan_in, fan_out, _ in products:
+        begins.append(begins[-1] + nets * (cdiv(width, height) if fan_in else 1) * cdiv(fan_out, across))
+    tiles = _PRECISIONS[precision], across, depth, 3
     how = {"SHAPES": products, "FIRST": (*begins,), "PLACES": (*places,), "HEIGHT": height, "TILES": tiles}
-    return begins[-1], (grads[0].shape[-2], parts), how
+    return begins[-1], how | {"num_warps": warps, "maxnreg": all_registers(warps)}
 
 
 def weight_gradients(
     first: Tensor, inputs: Sequence[Tensor], grads: Sequence[Tensor], weights: Sequence[Tensor],
     biases: Sequence[Tensor], shapes: Sequence[int], precision: int,
 ) -> None:  # fmt: skip
-    programs, rows, how = _products(grads, shapes, [0] * 2 * len(inputs), precision)
+    programs, how = _products(shapes, [0] * 2 * len(inputs), precision)
     tensors = (tuple(inputs), tuple(grads), tuple(weights), tuple(biases))
-    launch(layers.perceptrons_weight_gradients_kernel, programs, *tensors, *rows, **WARPS, **how)
+    launch(layers.perceptrons_weight_gradients_kernel, programs, *tensors, grads[0].shape[-2], **how)
 
 
 def step(
@@ -158,10 +152,10 @@ def step(
     places: Sequence[int], precision: int, hyper: Tensor, averages: bool, steps: Tensor, ticket: Tensor,
     params: Sequence[Tensor], moments: Sequence[Tensor], targets: Sequence[Tensor],
 ) -> None:  # fmt: skip
-    programs, rows, how = _products(grads, shapes, places, precision)
+    programs, how = _products(shapes, places, precision)
     count, has_number = 2 * len(inputs), slope is not None
     weights, biases = (tuple(params[place] for place in places[i:count:2]) for i in (0, 1))
     number = (params[places[-1]], slope) if has_number else (steps, steps)
-    arguments = (tuple(inputs), tuple(grads), weights, biases, *number, table, hyper, steps, ticket, *rows)
+    tensors = (tuple(inputs), tuple(grads), weights, biases, *number, table, hyper, steps, ticket)
     flags = {"AVERAGES": averages, "HAS_NUMBER": has_number}
-    launch(layers.perceptrons_step_kernel, programs + has_number, *arguments, **WARPS, **how, **flags)
+    launch(layers.perceptrons_step_kernel, programs + has_number, *tensors, grads[0].shape[-2], **how, **flags)

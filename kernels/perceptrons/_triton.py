@@ -315,7 +315,7 @@ def settle(grad, to, at, inside, optimiser, PLACE: tl.constexpr, AVERAGES: tl.co
 
 @triton.jit
 def weight_gradient_tile(
-    x_ptr, grad_ptr, weight_ptr, bias_ptr, optimiser, number, n, P: tl.constexpr, SHAPES: tl.constexpr,
+    x_ptr, grad_ptr, weight_ptr, bias_ptr, optimiser, number, batch, P: tl.constexpr, SHAPES: tl.constexpr,
     PLACES: tl.constexpr, AVERAGES: tl.constexpr, HEIGHT: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``x^T grad``, and the sums of grad's columns beside those of the first inputs.
@@ -332,6 +332,7 @@ def weight_gradient_tile(
     turned: tl.constexpr = SHAPES[P][6]
     across: tl.constexpr = (fan_out + columns - 1) // columns
     down: tl.constexpr = (width + HEIGHT - 1) // HEIGHT if fan_in > 0 else 1
+    n = batch if fan_in > 0 else width
     net = number // (across * down)
     line = (number // across) % down * HEIGHT + tl.arange(0, HEIGHT)
     column = number % across * columns + tl.arange(0, columns)
@@ -360,14 +361,13 @@ def weight_gradient_tile(
         settle(sums, bias_ptr, net * fan_out + column, column < fan_out, optimiser, PLACES[2 * P + 1], AVERAGES)
 
 
-@triton.jit(do_not_specialize=["n", "parts"])
+@triton.jit(do_not_specialize=["n"])
 def perceptrons_weight_gradients_kernel(
     inputs,  # tuple of float32 [nets or 1, n, width]
     grads,  # tuple of float32 [nets, n, fan_out]; [nets, parts, fan_out] of layers without inputs
     weights,  # tuple of float32 [nets, fan_in, fan_out] or turned, out
     biases,  # tuple of float32 [nets, fan_out], out
     n,
-    parts,
     SHAPES: tl.constexpr,
     FIRST: tl.constexpr,
     PLACES: tl.constexpr,
@@ -379,12 +379,12 @@ def perceptrons_weight_gradients_kernel(
     for p in tl.static_range(len(SHAPES)):
         if (program >= FIRST[p]) & (program < FIRST[p + 1]):
             weight_gradient_tile(
-                inputs[p], grads[p], weights[p], biases[p], None, program - FIRST[p], n if SHAPES[p][4] > 0 else parts,
-                p, SHAPES, PLACES, False, HEIGHT, TILES,
+                inputs[p], grads[p], weights[p], biases[p], None, program - FIRST[p], n, p, SHAPES, PLACES, False,
+                HEIGHT, TILES,
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n", "parts"])
+@triton.jit(do_not_specialize=["n"])
 def perceptrons_step_kernel(
     inputs,  # tuple of float32 [nets or 1, n, width]
     grads,  # tuple of float32 [nets, n, fan_out]; [nets, parts, fan_out] of layers without inputs
@@ -397,7 +397,6 @@ def perceptrons_step_kernel(
     steps_ptr,  # float32 [E], advanced
     ticket_ptr,  # int64 [1], zero before and afterwards
     n,
-    parts,
     SHAPES: tl.constexpr,
     FIRST: tl.constexpr,
     PLACES: tl.constexpr,
@@ -421,8 +420,8 @@ def perceptrons_step_kernel(
     for p in tl.static_range(len(SHAPES)):
         if (program >= FIRST[p]) & (program < FIRST[p + 1]):
             weight_gradient_tile(
-                inputs[p], grads[p], weights[p], biases[p], optimiser, program - FIRST[p],
-                n if SHAPES[p][4] > 0 else parts, p, SHAPES, PLACES, AVERAGES, HEIGHT, TILES,
+                inputs[p], grads[p], weights[p], biases[p], optimiser, program - FIRST[p], n, p, SHAPES, PLACES,
+                AVERAGES, HEIGHT, TILES,
             )  # fmt: skip
     if HAS_NUMBER:  # noqa: SIM102  compiled only then
         if program == tl.num_programs(0) - 1:

@@ -37,7 +37,7 @@ def planned(*chosen: int) -> dict[str, Step]:
 # What is run
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3, 4])
 def test_a_stage_fits_into_seven_minutes(stage: int):
     """Only the last step may ask for all that is left."""
     described, *between, last = planned(stage).values()
@@ -104,6 +104,18 @@ def test_ncu_looks_at_six_kernels():
     found = [each for each in counted if each["call"] in kernels.PROFILED]
     assert len(found) == len(kernels.PROFILED) == 6
     assert len({name for each in found for name in each["kernels"]}) >= 6
+
+
+def test_ncu_looks_at_whole_networks():
+    """In a stage with the table of whole updates, which is measured after that and has all the time that is left."""
+    steps = planned(4)
+    assert [*steps] == ["environment", "ncu-networks", "whole-updates"]
+    seen, command = steps["ncu-networks"], steps["ncu-networks"].command
+    assert seen.needs == "ncu"
+    assert command[:7] == planned(3)["ncu"].command[:7]
+    assert command[command.index("--kernel-name") + 1] == "regex:perceptrons"
+    assert command[-3:] == ("benchmarks.studies.updates", "cuda", "--profiled")
+    assert "--deadline={deadline}" in steps["whole-updates"].command
 
 
 def test_no_sanitizer_is_run_after_one_that_did_not_see_the_planted_fault():
@@ -262,7 +274,7 @@ def test_stages_become_files_for_the_report(tmp_path: Path):
     a_stage(tmp_path / "a", 3, [entry("priority-update-256", "gpubuf", 1e-6)], [failed])
     gpu = {"device": {"kind": "cuda", "name": "Some GPU"}}
     found = {"datetime": "2026-11-21", "machine_info": gpu, "calls": []}
-    for study in ("calls", "alone"):
+    for study in ("calls", "alone", "update_times"):
         (tmp_path / "b" / f"{study}.json").write_text(json.dumps(found))
     (tmp_path / "b" / "tuned").mkdir()
     (tmp_path / "b" / "tuned" / "some-gpu.json").write_text("{}")
@@ -270,7 +282,8 @@ def test_stages_become_files_for_the_report(tmp_path: Path):
     assert stages.main(["--gather", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(results)]) == 0
     names = {path.relative_to(results).as_posix() for path in results.rglob("*") if path.is_file()}
     name = "some-gpu-2026-11-21"
-    assert names == {f"{name}.json", f"calls-{name}.json", f"alone-{name}.json", "tuned/some-gpu.json"}
+    studies = {f"{study}-{name}.json" for study in ("calls", "alone", "update_times")}
+    assert names == {f"{name}.json", *studies, "tuned/some-gpu.json"}
     run = newest_runs(results)["cuda"]
     assert run.median("uniform-sample-256", "gpubuf") == pytest.approx(4e-6)
     assert run.data["skipped"] == []

@@ -27,6 +27,7 @@ from gpubuf.data import (
     SumTree,
     TensorDictReplayBuffer,
     Window,
+    prefetch,
     slots,
 )
 from gpubuf.data.storage.placement import readable
@@ -35,6 +36,7 @@ from gpubuf.kernels._launching import Variant
 from gpubuf.kernels.config import UpdateConfig
 from tests.support.placements import Machine
 from tests.support.slots_setup import CAPACITY, SAMPLERS, buffer_of, prepared, rows, same
+from tests.support.trace_calls import until_launch
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -126,6 +128,17 @@ def test_batches_ahead_are_repeated_too(monkeypatch):
                 assert same(ahead.sample(4), plain.sample(4))
     assert ahead.memory().batches == sum(each.kept_bytes for each in prepared(ahead)) > 0
     assert all(same(*pair) for pair in kept)
+
+
+def test_rows_on_a_gpu_cost_eager_draws_the_same_with_prefetch(monkeypatch):
+    """Not a call of Python more: a batch is ahead in captured steps only."""
+    monkeypatch.setattr(prefetch, "GRAPH_DEVICES", frozenset({"cpu"}))
+    ahead, plain = (buffer_of(batch_size=8, prefetch=depth) for depth in (1, None))
+    assert type(ahead.parts.batches) is prefetch.PrefetchedInGraphs
+    for _ in range(4):
+        assert same(ahead.sample(), plain.sample())
+    assert prepared(ahead)
+    assert until_launch(ahead.sample) == until_launch(plain.sample)
 
 
 def hold_leaf(batch):

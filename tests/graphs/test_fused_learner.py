@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gpubuf.data.recording import Recording
@@ -176,6 +177,33 @@ def test_updates_under_autocast_are_captured_and_a_graph_of_float32_is_not_repla
     due, found = states
     assert not [name for name in due if not torch.equal(found[name], due[name])]
     assert captures(machine) == 2
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_transforms_of_the_buffer_compute_without_autocast(capture, machine: RecordedCuda):
+    """An autocast around the learner is for the loss: batches are those of a buffer without a learner."""
+    world, seen = world_of(capture=capture), []
+    network = torch.nn.Linear(OBSERVATION, OBSERVATION)
+
+    def encoded(batch: TensorDict) -> TensorDict:
+        with torch.no_grad():
+            features = network(batch["observation"])
+        seen.append((features.dtype, torch.is_autocast_enabled("cpu")))
+        return batch.set("observation", features)
+
+    world.buffer.append_transform(encoded)
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, _, out: seen.append("loss") if getattr(out, "dtype", None) is torch.bfloat16 else None
+    )
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            world.run(5)
+            assert torch.is_autocast_enabled("cpu")
+    finally:
+        hook.remove()
+    assert world.learner.captured == capture
+    assert "loss" in seen
+    assert set(seen) == {"loss", (F32, False)}
 
 
 @pytest.mark.parametrize(("policy", "launches"), [(True, 5), (False, 4)])

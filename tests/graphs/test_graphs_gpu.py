@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from gpubuf import CaptureError, capture
-from tests.support.graph_worlds import CAPACITY, SAMPLERS, WORLDS, Pinned, World, differences, run
+from tests.support.graph_worlds import CAPACITY, SAMPLERS, WORLDS, InBranches, Pinned, World, differences, run
 from tests.support.waiting import no_waiting
 
 pytestmark = [
@@ -16,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-CALLS = 20
+CALLS, WARMUP = 20, 3
 
 
 @pytest.mark.parametrize("name", WORLDS)
@@ -74,15 +76,19 @@ def test_replays_on_the_stream_of_other_work():
     assert not differences(results[1], results[0])
 
 
+@pytest.mark.parametrize("rows", ["pinned", None])
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_branch_gathers_the_batch_ahead(sampler):
-    """Of rows in pinned memory, with prefetch: the batches of an eager loop, and none that is read too early."""
-    results = []
+def test_a_branch_gathers_the_batch_ahead(sampler, rows):
+    """With prefetch: the batches of an eager loop, and none that is read too early. Rows on the GPU: in replays."""
+    results: list[Any] = []
     for graphs in (False, True):
-        world = Pinned(sampler, device="cuda")
-        step = capture(world.step) if graphs else world.step
+        model = not graphs and rows is None
+        world = InBranches(sampler, device="cuda") if model else Pinned(sampler, device="cuda", rows=rows)
+        step = capture(world.step, warmup=WARMUP) if graphs else world.step
         found = []
         for number in range(CALLS):
+            if isinstance(world, InBranches):
+                world.replays = number >= WARMUP
             index, batch = step(world.data(number))
             found.append((index.clone(), batch.clone()))
         assert not graphs or step.captured

@@ -52,6 +52,19 @@ PROBLEMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("precision", range(4))
+def test_tiles_are_as_large_as_leave_work_for_all_multiprocessors(precision: int):
+    for rows in (1, 256, 1536, 96 * 32 - 1, 96 * 32, 96 * 64, 10**6):
+        block, outputs, _, warps = perceptrons.tiles_of(rows, precision)
+        assert block == 16 or rows / block >= 96
+        assert block == 64 or rows / (2 * block) < 96
+        # The sums of a tile are spread over a program's registers, of which a thread has 255 at most.
+        assert block * outputs <= 32 * 32 * warps
+    few, many = (perceptrons.weight_tile(weights, precision) for weights in (1, 2**24))
+    assert few[:2] == perceptrons.WEIGHT_TILE
+    assert (many[0] > few[0]) == (precision in (perceptrons.TF32, BF16))
+
+
 def flat(found: dict[str, Any]) -> dict[str, Tensor]:
     several = {
         f"{name} {i}": each for name, value in found.items() if isinstance(value, list) for i, each in enumerate(value)
@@ -248,9 +261,9 @@ NORMED_FAULTS = {
     "without the spread": ("_triton:layer_gradient", "* rstd[:, None]", ""),
     "sums of scales without the row": ("_triton:layer_gradient", "tl.sum(grad * h, 0), mask", "tl.sum(grad, 0), mask"),
     "sums of the first rows alone": (
-        "_triton:perceptrons_weight_gradients_kernel",
-        "SHAPES[p][4] > 0 else parts",
-        "SHAPES[p][4] > 0 else 1",
+        "_triton:weight_gradient_tile",
+        "else width",
+        "else 1",
     ),
     "nobody's sums": (VALUES, "blocks, job < NETS)", "blocks, job < 0)"),
     "a target of one critic for all": (VALUES, "mass_ptr + net * n * outputs", "mass_ptr"),
@@ -278,7 +291,7 @@ def ordinary() -> Problem:
 @pytest.fixture(scope="module")
 def normed() -> Problem:
     """Without a norm that is small against eps."""
-    return Problem(**{**FASTSAC, "critics_eps": 0.1}, n=35, hidden=(70, 12), observation=3, weighted=True)
+    return Problem(**{**FASTSAC, "critics_eps": 0.1}, n=35, hidden=(130, 12), observation=3, weighted=True)
 
 
 def see(given: Problem, fault: tuple[str, str, str]) -> None:

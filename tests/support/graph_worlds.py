@@ -156,19 +156,44 @@ class Pinned(World):
     """Rows in pinned memory, of which each step draws before it does anything else."""
 
     def __init__(self, sampler: str, draws: int = 1, **options: Any) -> None:
-        super().__init__(sampler, rows="pinned", **{"prefetch": 1, **options})
+        super().__init__(sampler, **{"rows": "pinned", "prefetch": 1, **options})
         self.draws = draws
+
+    def draw(self) -> TensorDict:
+        """The next batch."""
+        return self.buffer.sample()
 
     def step(self, data: TensorDict) -> tuple[Tensor, TensorDict]:
         """Draw, learn, set priorities, and write."""
         batches = []
         for _ in range(self.draws):
-            batch = self.buffer.sample()
+            batch = self.draw()
             batch["td_error"] = batch["observation"].abs().sum(-1, keepdim=True)
             self.buffer.update_tensordict_priority(batch)
             batches.append(batch)
         self._anneal()
         return self.buffer.extend(data), torch.stack(batches)
+
+
+class InBranches(Pinned):
+    """What replays do with prefetch and rows on a GPU, by eager calls: each draw gets what the one before has left.
+
+    Attributes:
+        replays: whether the calls are replays: others draw as without prefetch.
+        ahead: the batch that the next replay gets.
+    """
+
+    def __init__(self, sampler: str, draws: int = 1, **options: Any) -> None:
+        super().__init__(sampler, draws, rows=None, prefetch=None, **options)
+        self.replays = False
+        self.ahead: TensorDict | None = None
+
+    def draw(self) -> TensorDict:
+        if not self.replays:
+            return self.buffer.sample()
+        batch = self.buffer.sample() if self.ahead is None else self.ahead
+        self.ahead = self.buffer.sample()
+        return batch
 
 
 #: Rows whose batches are computed: in fewer bytes than they are written, and drawn in others.

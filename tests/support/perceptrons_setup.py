@@ -105,7 +105,7 @@ def run(given: Problem, call: Callable[..., Any] = at_once) -> dict[str, Any]:
     """
     n, size, nets, policy, hidden = given.n, given.size, given.nets, given.policy, given.hidden
     activation, turned, precision, weight = given.activation, given.turned, given.precision, given.weight
-    depth, parts = len(hidden), parts_of(n, precision)
+    depth = len(hidden)
     in_policy, in_values = (*hidden, 2 * size), (*hidden, given.atoms)
     actor_norms, critics_norms = (depth * (eps is not None) for eps in (given.actor_eps, given.critics_eps))
     drawn, log_prob = memory((2 * n,), (size,), [(2 * n,)])
@@ -131,7 +131,7 @@ def run(given: Problem, call: Callable[..., Any] = at_once) -> dict[str, Any]:
         soft = logits[0], log_prob[:n], given.log_alpha.exp(), *returns, None
         mass = call(categorical.categorical_target, *soft, *given.support, given.target)
     sums, actor_sums = ([each.clone() for each in several[:depth]] for several in (in_critics, in_actor))
-    normed = hidden[: depth * (critics_norms > 0)]
+    normed, parts = hidden[: depth * (critics_norms > 0)], parts_of(n, (1 + policy) * nets, precision)
     deltas = memory((2, nets, n), in_values, [(nets, parts, width) for width in normed for _ in range(2)])
     error, scalars, grad_action = *memory((n,), (), [(n,), (6,)]), *memory((nets, n), (size,), ())
     flags = given.combine, given.average, given.next_entropy, given.by_alpha, policy, precision
@@ -154,7 +154,7 @@ def run(given: Problem, call: Callable[..., Any] = at_once) -> dict[str, Any]:
     sizes = [given.observation + size, *hidden, given.atoms]
     products = products_of(of_critics, sizes, turned, inputs, [each[1] for each in in_critics], own)
     if policy:
-        normed = hidden[: depth * (actor_norms > 0)]
+        normed, parts = hidden[: depth * (actor_norms > 0)], parts_of(n, 1, precision)
         actor_deltas = memory((n,), in_policy, [(parts, width) for width in normed for _ in range(2)])
         call(
             perceptrons.sac_action_gradients,
