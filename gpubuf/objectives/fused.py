@@ -78,7 +78,9 @@ def products_of(
     for sums, vector in zip(deltas[depth:], into[2 * depth :], strict=True):
         for part, more in zip(found[:4], (sums, sums, vector, vector), strict=True):
             part.append(more)
-        found.shapes.extend((count, 0, 0, *sums.shape[-2:-1], 0, sums.shape[-1], 0))
+        # Rows of each sum, as a power of two: kernels are compiled for it, and not for the number of sums.
+        rows = 1 << (-(-len(inputs[0][0]) // sums.shape[-2]) - 1).bit_length()
+        found.shapes.extend((count, 0, 0, rows, 0, sums.shape[-1], 0))
     return found
 
 

@@ -139,6 +139,12 @@ def test_nan_spreads_as_in_plain_pytorch(backend, where):
     assert not [name for name in due if not torch.equal(found[name].isnan().flatten(), due[name].isnan().flatten())]
 
 
+def test_gradients_of_norms_are_compiled_once_for_batches_of_all_sizes():
+    """But for how many rows a program has."""
+    shapes = [run(Problem(**FASTSAC, n=n, hidden=(4,)))["products"].shapes for n in (16, 17, 33, 49)]
+    assert shapes.count(shapes[0]) == len(shapes)
+
+
 def test_rows_that_are_not_there_spread_no_nan(backend):
     """A unit that is off in all rows, but not where its norm's input is 0, keeps a NaN above it from its gradients."""
     given = Problem(critics_eps=1e-5, actor_eps=1e-5, hidden=(2,))
