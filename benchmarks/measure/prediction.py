@@ -187,8 +187,8 @@ def of_perceptrons(
     the slowest of its products, its bytes (of a multiprocessor's share of the bandwidth), and a load's latency, of
     which two are under way. A layer begins after three such waits: for what the layer before has stored, the first
     tiles, and the barrier. A layer norm goes through the rows of a layer once more: forward it reads and writes them,
-    backward it reads two numbers for each of these and writes two. Outputs replace there what layers that learn have
-    left. A multiprocessor has one program at a time.
+    backward it twice reads two numbers for each of these and writes one. Outputs replace there what layers that learn
+    have left. A multiprocessor has one program at a time.
 
     What layers leave goes to memory and comes from there, as far as it is more than the second level of cache.
 
@@ -210,7 +210,7 @@ def of_perceptrons(
         """``of`` the rows go to the gradients by ``to`` inputs, and not to those by weights."""
         block, *_ = tiles = tiles_of(rows, code)
         learn, more = (
-            [product(block, o, i, tiles, block * i * (moved + 3 * norm)) for o, i in pairwise(widths[:0:-1])]
+            [product(block, o, i, tiles, block * i * (moved + 4 * norm)) for o, i in pairwise(widths[:0:-1])]
             for moved in (3, 2)
         )
         more.append(product(block, widths[1], to, tiles, block * to))

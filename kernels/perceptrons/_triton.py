@@ -67,14 +67,19 @@ def load_weight(weight_ptr, fan_in, fan_out, inside, FAN_IN: tl.constexpr, FAN_O
 
 
 @triton.jit
+def norm_vectors(params, net, column, LAYER: tl.constexpr, SIZES: tl.constexpr):
+    """(scale, shift) of some columns of a hidden layer."""
+    width: tl.constexpr = SIZES[LAYER + 1]
+    first: tl.constexpr = 2 * len(SIZES) - 2 + 2 * LAYER
+    scale = tl.load(params[first] + net * width + column, mask=column < width, other=0)
+    return scale, tl.load(params[first + 1] + net * width + column, mask=column < width, other=0)
+
+
+@triton.jit
 def scaled(z, params, net, column, LAYER: tl.constexpr, SIZES: tl.constexpr, NET: tl.constexpr):
     """What hidden layer LAYER passes to its activation, of its columns in ``hidden``."""
-    eps: tl.constexpr = NET[2]
-    if eps is not None:
-        width: tl.constexpr = SIZES[LAYER + 1]
-        first: tl.constexpr = 2 * len(SIZES) - 2 + 2 * LAYER
-        scale = tl.load(params[first] + net * width + column, mask=column < width, other=0)
-        shift = tl.load(params[first + 1] + net * width + column, mask=column < width, other=0)
+    if NET[2] is not None:
+        scale, shift = norm_vectors(params, net, column, LAYER, SIZES)
         z = z * scale[None, :] + shift[None, :]
     return z
 
@@ -212,6 +217,48 @@ def run_net(
 
 
 @triton.jit
+def norm_gradients(
+    params, hidden, deltas, net, place, to, rows, learns, LAYER: tl.constexpr, SIZES: tl.constexpr, NET: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The gradient by what a hidden layer computes, in the place of that by its output; and sums by scale and shift.
+
+    See :func:`net_gradients`. With g = grad * activation'(z) and u = g * scale: ``rstd (u - mean(u) - h mean(u h))``.
+    """
+    row, inside = rows
+    part, parts, writes = learns
+    width: tl.constexpr = SIZES[LAYER + 1]
+    sums: tl.constexpr = len(SIZES) - 1 + 2 * LAYER
+    h_ptr = hidden[LAYER] + place * width
+    delta_ptr = deltas[LAYER] + to * width
+    mean = tl.zeros([row.shape[0]], tl.float32)
+    along = tl.zeros([row.shape[0]], tl.float32)
+    for start in tl.range(0, width, COLUMNS, num_stages=1):
+        column = start + tl.arange(0, COLUMNS)
+        scale, shift = norm_vectors(params, net, column, LAYER, SIZES)
+        h = load_rows(h_ptr, rows, column, width)
+        grad = load_rows(delta_ptr, rows, column, width)
+        u = activation_gradient(grad, h * scale[None, :] + shift[None, :], NET[0]) * scale[None, :]
+        mean += tl.sum(u, 1) / width
+        along += tl.sum(u * h, 1) / width
+    rstd = tl.load(hidden[len(SIZES) - 1 + LAYER] + place + row, mask=inside, other=0)
+    for start in tl.range(0, width, COLUMNS, num_stages=1):
+        column = start + tl.arange(0, COLUMNS)
+        scale, shift = norm_vectors(params, net, column, LAYER, SIZES)
+        h = load_rows(h_ptr, rows, column, width)
+        grad = load_rows(delta_ptr, rows, column, width)
+        z = h * scale[None, :] + shift[None, :]
+        g = activation_gradient(grad, z, NET[0])
+        at = (net * parts + part) * width + column
+        there = (column < width) & writes
+        tl.store(deltas[sums] + at, tl.sum(g * h, 0), mask=there)
+        tl.store(deltas[sums + 1] + at, tl.sum(g, 0), mask=there)
+        by_h = g * scale[None, :] - mean[:, None] - h * along[:, None]
+        store_rows(delta_ptr, rows, column, by_h * rstd[:, None], True, width)
+        store_rows(h_ptr, rows, column, activate(z, NET[0]), writes, width)
+
+
+@triton.jit
 def layer_gradient(
     params, hidden, deltas, net, place, to, rows, learns, LAYER: tl.constexpr, SIZES: tl.constexpr, NET: tl.constexpr,
     TILES: tl.constexpr,
@@ -221,18 +268,12 @@ def layer_gradient(
     See :func:`net_gradients`.
     """
     row, inside = rows
-    part, parts, writes = learns
     columns: tl.constexpr = TILES[1]
     eps: tl.constexpr = NET[2]
     width: tl.constexpr = SIZES[LAYER + 1]
     above: tl.constexpr = SIZES[LAYER + 2]
-    scale_place: tl.constexpr = 2 * len(SIZES) - 2 + 2 * LAYER
-    sums_place: tl.constexpr = len(SIZES) - 1 + 2 * LAYER
     z_ptr = hidden[LAYER] + place * width
-    delta_ptr = deltas[LAYER] + to * width
     above_ptr = deltas[LAYER + 1] + to * above
-    mean = tl.zeros([row.shape[0]], tl.float32)
-    along = tl.zeros([row.shape[0]], tl.float32)
     for start in tl.range(0, width, columns, num_stages=1):
         column = start + tl.arange(0, columns)
         if above == 1:
@@ -243,35 +284,16 @@ def layer_gradient(
                 tl.zeros([row.shape[0], columns], tl.float32), above_ptr, params, net, rows, column, LAYER + 1, width,
                 SIZES, NET, TILES,
             )  # fmt: skip
-        h = load_rows(z_ptr, rows, column, width)
-        z = scaled(h, params, net, column, LAYER, SIZES, NET)
-        grad = activation_gradient(grad, z, NET[0])
         if eps is None:
-            store_rows(z_ptr, rows, column, activate(z, NET[0]), writes, width)
-        else:
-            at = (net * parts + part) * width + column
-            there = (column < width) & writes
-            # A weight that is NaN or infinite makes NaN also of rows that are not there.
-            grad = tl.where(inside[:, None], grad, 0.0)
-            tl.store(deltas[sums_place] + at, tl.sum(grad * h, 0), mask=there)
-            tl.store(deltas[sums_place + 1] + at, tl.sum(grad, 0), mask=there)
-            scale = tl.load(params[scale_place] + net * width + column, mask=column < width, other=0)
-            grad = grad * scale[None, :]
-            mean += tl.sum(grad, 1) / width
-            along += tl.sum(grad * h, 1) / width
-        store_rows(delta_ptr, rows, column, grad, True, width)
+            z = load_rows(z_ptr, rows, column, width)
+            grad = activation_gradient(grad, z, NET[0])
+            store_rows(z_ptr, rows, column, activate(z, NET[0]), learns[2], width)
+        store_rows(deltas[LAYER] + to * width, rows, column, grad, True, width)
     if eps is not None:
         # Other threads read what these have stored.
         tl.debug_barrier()
-        rstd = tl.load(hidden[len(SIZES) - 1 + LAYER] + place + row, mask=inside, other=0)
-        for start in tl.range(0, width, columns, num_stages=1):
-            column = start + tl.arange(0, columns)
-            h = load_rows(z_ptr, rows, column, width)
-            grad = load_rows(delta_ptr, rows, column, width)
-            grad = (grad - mean[:, None] - h * along[:, None]) * rstd[:, None]
-            store_rows(delta_ptr, rows, column, grad, True, width)
-            z = scaled(h, params, net, column, LAYER, SIZES, NET)
-            store_rows(z_ptr, rows, column, activate(z, NET[0]), writes, width)
+        # Half as many columns: each has several numbers in registers.
+        norm_gradients(params, hidden, deltas, net, place, to, rows, learns, LAYER, SIZES, NET, columns // 2)
 
 
 @triton.jit

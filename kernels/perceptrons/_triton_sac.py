@@ -148,14 +148,13 @@ def perceptrons_sac_act_kernel(
 
 @triton.jit
 def load_masses(logits_ptr, rows, ATOMS: tl.constexpr, COLUMNS: tl.constexpr, SUPPORT: tl.constexpr):
-    """(softmax of the logits of rows, its expected value, how far each atom is above it)."""
+    """(softmax of the logits of rows, its expected value)."""
     row, inside = rows
     e, _, _ = exponentials(atom_rows(logits_ptr, row, inside, ATOMS, COLUMNS, tl.float32, -float("inf")))
     mass = e * (1 / tl.sum(e, 1))[:, None]
     atom = tl.arange(0, COLUMNS)[None, :]
     spacing: tl.constexpr = (SUPPORT[1] - SUPPORT[0]) / (ATOMS - 1)
-    value = tl.sum(mass * atom, 1) * spacing + SUPPORT[0]
-    return mass, value, atom * spacing + SUPPORT[0] - value[:, None]
+    return mass, tl.sum(mass * atom, 1) * spacing + SUPPORT[0]
 
 
 @triton.jit
@@ -169,7 +168,7 @@ def values_of_rows(
     last: tl.constexpr = len(SIZES) - 2
     atoms: tl.constexpr = SIZES[last + 1]
     if atoms > 1:
-        _, value, _ = load_masses(hidden[last] + place * atoms, rows, atoms, COLUMNS, SUPPORT)
+        _, value = load_masses(hidden[last] + place * atoms, rows, atoms, COLUMNS, SUPPORT)
         tl.store(q_ptr + place + row, value, mask=inside)
 
 
@@ -400,13 +399,14 @@ def perceptrons_sac_value_gradients_kernel(
             _, which = one_critic(q_ptr + 2 * NETS * n, row, inside, n, NETS, tl.float32, COMBINE)
             factor = -factor / NETS if COMBINE == AVERAGE else tl.where(which == net, -factor, 0.0)
         if outputs > 1:
-            mass, _, above = load_masses(hidden[last] + place * outputs, rows, outputs, ATOM_COLUMNS, SUPPORT)
+            mass, value = load_masses(hidden[last] + place * outputs, rows, outputs, ATOM_COLUMNS, SUPPORT)
             if job < NETS:
                 m_ptr = mass_ptr if SHARED else mass_ptr + net * n * outputs
                 mass -= atom_rows(m_ptr, row, inside, outputs, ATOM_COLUMNS, tl.float32, 0.0)
                 factor *= VALUE_FACTOR
             else:
-                mass *= above
+                spacing: tl.constexpr = (SUPPORT[1] - SUPPORT[0]) / (outputs - 1)
+                mass *= tl.arange(0, ATOM_COLUMNS)[None, :] * spacing + SUPPORT[0] - value[:, None]
             store_atoms(deltas[last] + to * outputs, row, inside, factor[:, None] * mass, outputs, ATOM_COLUMNS)
         else:
             if job < NETS:
