@@ -268,7 +268,7 @@ NORMED_FAULTS = {
     "sums of scales without the row": ("_triton:norm_gradients", "tl.sum(g * h, 0), mask", "tl.sum(g, 0), mask"),
     "sums of the first rows alone": (
         "_triton:weight_gradient_tile",
-        "else width",
+        "else (batch + width - 1) // width",
         "else 1",
     ),
     "nobody's sums": (VALUES, "blocks, job < NETS)", "blocks, job < 0)"),
