@@ -219,11 +219,10 @@ class Perceptrons:
         used = [place for part in (*places.layers, *places.norms) for place in part if place is not None]
         if len({id(tensors[place]) for place in used}) < len(used):
             raise UnknownError("layers that share parameters")
-        learning = [tensor if tensor.requires_grad and i in used else None for i, tensor in enumerate(tensors)]
+        learns = [each.requires_grad and i in used for i, each in enumerate(tensors)]
+        kept = [torch.empty_like(each).detach() if own else None for each, own in zip(tensors, learns, strict=True)]
         #: (parameter, memory for its gradient).
-        self.gradients = [(each, torch.empty_like(each).detach()) for each in learning if each is not None]
-        gradients = iter(gradient for _, gradient in self.gradients)
-        kept = [None if each is None else next(gradients) for each in learning]
+        self.gradients = [(each, into) for each, into in zip(tensors, kept, strict=True) if into is not None]
         #: Weight and bias of each layer, scale and shift of each norm, of all nets, and the memory for their gradients,
         #: as the parameters are.
         self.tensors, self.into = [tensors[place].detach() for place in used], [kept[place] for place in used]

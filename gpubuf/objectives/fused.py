@@ -1,4 +1,4 @@
-"""Soft actor-critic's update on a GPU, in five launches: see :mod:`gpubuf.kernels.perceptrons`.
+"""Soft actor-critic's update on a GPU, whole networks in one launch: see :mod:`gpubuf.kernels.perceptrons`.
 
 What a loss may be is what :mod:`gpubuf.objectives.explicit` knows, and less: see :class:`FusedSACUpdate`.
 """
@@ -65,7 +65,8 @@ def products_of(
         turned: whether weights are ``[out, in]``.
         inputs: the parts of their input ``[n, width]``, and the first column of each.
         hidden: outputs of hidden layers, first.
-        deltas: gradients by what layers compute, ``[N, n, width]``, and then sums by scales and shifts.
+        deltas: gradients by what layers compute, ``[N, n, width]``, and then the sums by scale and shift of each norm,
+            ``[N, parts, width]``; of one net also without N.
     """
     depth, found = len(sizes) - 1, Products([], [], [], [], [])
     count = into[0].numel() // (sizes[0] * sizes[1])
@@ -87,10 +88,10 @@ def products_of(
 class Scratch(NamedTuple):
     """Memory of an update of n rows, N critics and A components of an action; see the kernels for what is in it."""
 
-    of_actor: list[Tensor]
+    actor_hidden: list[Tensor]
     drawn: Tensor
     log_prob: Tensor
-    of_critics: list[Tensor]
+    critics_hidden: list[Tensor]
     critics_deltas: list[Tensor]
     grad_action: Tensor
     actor_deltas: list[Tensor]
@@ -183,7 +184,7 @@ class FusedSACUpdate(Update):
         new, count, parts = self.actor.like.new_empty, len(self.critics.nets), perceptrons.parts_of
 
         def hidden(net: Perceptrons, *rows: int) -> list[Tensor]:
-            """What is computed, and the spread of each row where there are norms."""
+            """What layers compute, and with norms the inverse standard deviation of each row."""
             return [*(new(*rows, width) for width in net.sizes[1:]), *(new(*rows) for _ in range(net.norms))]
 
         def deltas(net: Perceptrons, sums: tuple[int, ...], *rows: int) -> list[Tensor]:
@@ -204,10 +205,10 @@ class FusedSACUpdate(Update):
         deltas = [*(each[0] for each in memory.critics_deltas[:layers]), *memory.critics_deltas[layers:]]
         found = products_of(
             cast("list[Tensor]", critics.into), critics.sizes, critics.turned, [(state, of_state), (action, of_action)],
-            [each[1] for each in memory.of_critics], deltas,
+            [each[1] for each in memory.critics_hidden], deltas,
         )  # fmt: skip
         if policy:
-            outputs = [each[len(state) :] for each in memory.of_actor]
+            outputs = [each[len(state) :] for each in memory.actor_hidden]
             into = cast("list[Tensor]", actor.into)
             found += products_of(into, actor.sizes, True, [(state, 0)], outputs, memory.actor_deltas)
         return found
@@ -237,14 +238,14 @@ class FusedSACUpdate(Update):
         head = *self._of_actor, given.head, given.head_values, given.bounds
         perceptrons.sac_act(
             after, state, noise, given.low, given.high, self.target_actor.tensors, self.actor.tensors, *head, policy,
-            precision, memory.of_actor, memory.drawn, memory.log_prob,
+            precision, memory.actor_hidden, memory.drawn, memory.log_prob,
         )  # fmt: skip
         of_values = self._first_columns, *self._of_values, self._support
-        logits = memory.of_critics[len(self.critics.sizes) - 2]
+        logits = memory.critics_hidden[len(self.critics.sizes) - 2]
         q = logits.new_empty(logits.shape[:-1]) if self._atoms > 1 else None
         perceptrons.sac_values(
             after, state, action, memory.drawn, self.target_critics.tensors, self.critics.tensors, *of_values, policy,
-            precision, memory.of_critics, q,
+            precision, memory.critics_hidden, q,
         )  # fmt: skip
         log_alpha, returns = loss.log_alpha.detach(), (reward, terminated, loss._value_estimator.gamma, steps)
         found: dict[str, Tensor] = {}
@@ -259,12 +260,12 @@ class FusedSACUpdate(Update):
         flags = combine, average, next_entropy, loss.temperature_loss == "alpha", policy
         perceptrons.sac_value_gradients(
             logits.squeeze(-1) if q is None else q, memory.log_prob, log_alpha, loss._target_entropy, *returns, mass,
-            weight, self.critics.tensors, *of_values, *self._code, *flags, precision, memory.of_critics,
+            weight, self.critics.tensors, *of_values, *self._code, *flags, precision, memory.critics_hidden,
             memory.critics_deltas, memory.grad_action, error, scalars,
         )  # fmt: skip
         of_policy = functools.partial(
             perceptrons.sac_action_gradients, memory.grad_action, log_alpha, weight, noise, given.low, given.high,
-            self.actor.tensors, *head, reduction, precision, memory.of_actor, memory.actor_deltas,
+            self.actor.tensors, *head, reduction, precision, memory.actor_hidden, memory.actor_deltas,
         )  # fmt: skip
         products = self._products(memory, state, action, policy)
         names = ["alpha"] + ["loss_qvalue"] * (q is None) + ["loss_alpha"] * (policy or next_entropy)

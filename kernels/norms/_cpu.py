@@ -16,7 +16,7 @@ from gpubuf.kernels.norms import LAYER, NONE, SILU, activated
 aten = torch.ops.aten
 
 
-def _slopes(grad: Tensor, z: Tensor, activation: int) -> Tensor:
+def slopes(grad: Tensor, z: Tensor, activation: int) -> Tensor:
     """``grad * activation'(z)``."""
     if activation == NONE:
         return grad
@@ -61,11 +61,11 @@ def norm_activation_backward(
     grad, x, (mean, rstd) = grad.view(sizes), x.view(sizes), statistics.view(2, nets, rows, 1)
     if norm != LAYER:
         h = x * rstd
-        g = _slopes(grad, _scaled(h, weight, bias), activation)
+        g = slopes(grad, _scaled(h, weight, bias), activation)
         gh = g * h
         by_x = torch.addcmul(g * weight, h, (gh * weight).mean(-1, keepdim=True), value=-1) * rstd
         return by_x, gh.sum(1), g.sum(1)
-    g = _slopes(grad, _scaled((x - mean).mul_(rstd), weight, bias), activation)
+    g = slopes(grad, _scaled((x - mean).mul_(rstd), weight, bias), activation)
     found = []
     for i, (y, w) in enumerate(_each_net(x, (weight,), sizes)):
         # Of a bias it needs the shape alone.
@@ -104,7 +104,7 @@ def batch_norm_activation_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     rstd = (var + eps).rsqrt()
     h = _normalised(x, mean, rstd, (nets, rows, width))
-    g = _slopes(grad.view(h.shape), torch.addcmul(bias, h, weight), activation)
+    g = slopes(grad.view(h.shape), torch.addcmul(bias, h, weight), activation)
     by_bias, by_weight = g.sum(1, keepdim=True), (g * h).sum(1, keepdim=True)
     by_x = g if not own else torch.addcmul(g - by_bias / rows, h, by_weight, value=-1 / max(rows, 1))
     return by_x * (weight * rstd), by_weight, by_bias

@@ -1,4 +1,4 @@
-"""Whole perceptrons in one launch: an update of soft actor-critic in five, with the optimiser's step.
+"""Whole perceptrons in one launch: an update of soft actor-critic in five, with the step of the optimiser.
 
 A product of small matrices takes a GPU several microseconds, whatever it computes: it is made of waiting. Here a
 program takes some rows of the batch through all layers of a net, forward or backward, with what comes before and after
@@ -9,24 +9,28 @@ the layers: the policy's head, the target of the critics, the slopes of the loss
 * :data:`sac_value_gradients`: losses, priorities, and the gradients by all layers of the critics, once from their own
   loss and once from the policy's, down to the actions;
 * :data:`sac_action_gradients`: the same of the policy;
-* :data:`weight_gradients`: of all weights and biases, of critics and policy.
+* :data:`weight_gradients`: of all parameters of critics and policy; or :data:`step`: an optimiser's step by them.
+
+Between the second and the third one, critics that return logits need :mod:`gpubuf.kernels.categorical` for what they
+learn, their loss and the priorities.
 
 A *net* is a perceptron with at least one hidden layer, and an activation between its layers, a code of
 :mod:`gpubuf.kernels.norms`: RELU or SILU. With ``eps``, which is added to variances, there is a layer norm in front of
 each activation; None: there is none. ``params`` of a net are weight and bias of each layer, in order, and then scale
 and shift of each norm, all float32 and contiguous. Critics are stacked: weights ``[N, in, out]``, or ``[N, out, in]``
 where ``turned``; the policy's are ``[out, in]``. Their input is state and action, of which ``columns`` are the first
-columns. They have one output, the value, or logits of several atoms (:mod:`gpubuf.kernels.categorical`).
+columns. They have one output, the value, or logits of several atoms.
 
 The policy's result is ``[n, 2 A]``: ``loc``, and ``raw``, of which ``head`` makes a scale: SOFTPLUS is
 ``softplus(raw + first) + second``, SQUASHED ``exp(first + second tanh(raw))``, with the numbers ``head_values``.
 
 ``hidden`` has, for each hidden layer, what it computes before the activation (with norms, centred and divided by the
-standard deviation: scale and shift are still to come), and then the result. The gradients' operations replace that of
-hidden layers by their outputs, which those of weights need. ``deltas`` has gradients by what layers compute before norm
-and activation, and then that by the result. With norms, ``hidden`` has the inverse standard deviations of the rows of
-each hidden layer besides, and ``deltas`` sums of the gradients of scale and shift of each norm, over the rows of each
-program, of which :func:`parts_of` a net has. All results are written into memory that the caller owns.
+standard deviation: scale and shift are still to come), and then the result. Where parameters learn, the operations of
+gradients replace the former by the layer's output, which the gradients of weights need. ``deltas`` has gradients by
+what layers compute before norm and activation, and then that by the result. With norms, ``hidden`` has the inverse
+standard deviations of the rows of each hidden layer besides, and ``deltas`` sums of the gradients of scale and shift of
+each norm, over the rows of each program, of which :func:`parts_of` a net has. All results are written into memory that
+the caller owns.
 
 ``precision`` is that of products on a GPU, whose sums are float32: :data:`IEEE`, :data:`TF32X3` (each number as the sum
 of two of TF32, three products; tests/kernels/test_perceptrons.py says how near that is), :data:`TF32` or :data:`BF16`.
@@ -115,7 +119,7 @@ sac_act = define(
 
 Args:
     next_state, state: float32 ``[n, in]``.
-    noise: float32 ``[2 n, A]``, standard normal.
+    noise: float32 ``[2 n, A]``, standard normal; without ``policy`` the first n rows are enough, as of ``hidden``.
     low, high: bounds of the action, float32 ``[A]``, or None for the two numbers ``bounds``.
     target, online: the policy of the next states, and the one that learns.
     hidden: float32 ``[2 n, width]`` each, the last one ``[2 n, 2 A]``, out.
@@ -138,7 +142,7 @@ Args:
     drawn: float32 ``[2 n, A]``, of :data:`sac_act`.
     target, online: the critics of the next states, and those that learn.
     support: values of the first and the last atom.
-    hidden: float32 ``[3, N, n, width]`` each, out.
+    hidden: float32 ``[3, N, n, width]`` each, out; without ``policy`` two of the three are enough, as of ``q``.
     q: expected values of logits, float32 ``[3, N, n]``, out; None where critics have one output.
 """
 
@@ -173,11 +177,12 @@ Args:
     average: divide the cross entropy by N.
     next_entropy: the temperature learns from ``log_prob[:n]``, also without ``policy``.
     by_alpha: ``loss_alpha`` is alpha times that sum, and so is ``slope``.
-    deltas: float32 ``[2, N, n, width]`` each, out: from the critics' loss, and from the policy's. Sums of programs:
-        ``[N, parts, width]``.
-    grad_action: float32 ``[N, n, A]``, out: of the policy's actions.
-    td_error: float32 ``[n]``, out: ``max_k |q[1, k] - y|``.
-    scalars: float32 ``[6]``, out: :data:`SCALARS`; without ``policy`` loss_qvalue and alpha alone.
+    deltas: float32 ``[2, N, n, width]`` each, out: from the critics' loss, and with ``policy`` from the policy's. Sums
+        of programs: ``[N, parts, width]``.
+    grad_action: float32 ``[N, n, A]``, out with ``policy``: of its actions.
+    td_error: float32 ``[n]``, out where critics have one output: ``max_k |q[1, k] - y|``.
+    scalars: float32 ``[6]``, out: :data:`SCALARS`. ``loss_qvalue`` is there where critics have one output, ``slope``
+        and ``loss_alpha`` with ``policy`` or ``next_entropy``, ``loss_actor`` and ``entropy`` with ``policy``.
 """
 
 sac_action_gradients = define(

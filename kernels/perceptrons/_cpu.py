@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from gpubuf.kernels.categorical import _cpu as atoms
-from gpubuf.kernels.norms import SILU, activated
+from gpubuf.kernels.norms import activated
+from gpubuf.kernels.norms._cpu import slopes
 from gpubuf.kernels.optim._cpu import adamw
 from gpubuf.kernels.perceptrons import BF16, SHAPE, SQUASHED
 from gpubuf.kernels.sac import _cpu as entropies
@@ -22,15 +23,6 @@ def _product(x: Tensor, y: Tensor, precision: int) -> Tensor:
     if precision == BF16:
         x, y = (each.bfloat16().float() for each in (x, y))
     return x @ y
-
-
-def _by_activation(grad: Tensor, z: Tensor, activation: int) -> Tensor:
-    """The gradient by ``z``, of that by its activation."""
-    if activation == SILU:
-        grad = torch.ops.aten.silu_backward(grad, z)
-    else:
-        grad = torch.ops.aten.threshold_backward(grad, z, 0)
-    return grad
 
 
 class _Nets:
@@ -79,7 +71,7 @@ class _Nets:
             grad = _product(grad, self.layers[i + 1][0].mT, self.precision)
             h = hidden[i].view(grad.shape)
             z = self.scaled(h, i)
-            grad = _by_activation(grad, z, self.activation)
+            grad = slopes(grad, z, self.activation)
             if self.eps is not None:
                 if learns:
                     for sums, each in zip(deltas[self.depth + 1 + 2 * i :], (grad * h, grad), strict=False):

@@ -43,11 +43,6 @@ def _sizes(params: Sequence[Tensor], turned: bool, eps: float | None) -> tuple[i
     return (shapes[0][0], *[out for _, out in shapes])
 
 
-def _bounds(low: Tensor | None, bounds: Sequence[float]) -> tuple[bool, float, float]:
-    lowest, highest = bounds
-    return low is not None, lowest, highest
-
-
 def sac_act(
     next_state: Tensor, state: Tensor, noise: Tensor, low: Tensor | None, high: Tensor | None,
     target: Sequence[Tensor], online: Sequence[Tensor], activation: int, eps: float | None, head: int,
@@ -57,7 +52,8 @@ def sac_act(
     n, sizes = len(state), _sizes(online, True, eps)
     tiles, threads = _tiles((1 + policy) * n, sizes, precision)
     how = {
-        "SIZES": sizes, "NET": (activation, True, eps), "HEAD": (head, *head_values), "BOUNDS": _bounds(low, bounds),
+        "SIZES": sizes, "NET": (activation, True, eps), "HEAD": (head, *head_values),
+        "BOUNDS": (low is not None, *bounds),
         "DELAYED": any(a.data_ptr() != b.data_ptr() for a, b in zip(target, online, strict=True)), **tiles,
         "COLUMNS": _power(action.shape[1]),
     }  # fmt: skip
@@ -118,7 +114,7 @@ def sac_action_gradients(
     tiles, threads = _tiles(n, sizes, precision)
     how = {
         "NETS": nets, "SIZES": sizes, "NET": (activation, True, eps), "HEAD": (head, *head_values),
-        "BOUNDS": _bounds(low, bounds), "REDUCTION": reduction, "HAS_WEIGHT": weight is not None, **tiles,
+        "BOUNDS": (low is not None, *bounds), "REDUCTION": reduction, "HAS_WEIGHT": weight is not None, **tiles,
         "COLUMNS": _power(size), "SUMS": _sums(n),
     }  # fmt: skip
     given = (noise if weight is None else weight, noise, noise if low is None else low, noise if high is None else high)

@@ -1,8 +1,9 @@
 """Whole perceptrons on the GPU: a program takes BLOCK rows of one net through all of its layers.
 
-What a layer leaves, ``x W + b`` before its activation, goes to global memory, and the same program reads it again from
-the second level of cache: no program waits for another. Matrices are read and multiplied tile by tile. Arithmetic is
-float32, and that of products PRECISION: "ieee", "tf32x3" (three products of TF32, nearly as exact), "tf32" or "bf16".
+What a layer leaves (``x W + b`` before its activation, or that centred and divided where there is a norm) goes to
+global memory, and the same program reads it again from the second level of cache: no program waits for another.
+Matrices are read and multiplied tile by tile. Arithmetic is float32, and that of products PRECISION: "ieee", "tf32x3"
+(three products of TF32, nearly as exact), "tf32" or "bf16".
 
 Of a network SIZES are the widths (inputs, hidden layers, outputs), INPUTS first column and width of each part of the
 input, and NET (activation, whether weights are turned, what norms add to variances). TILES are (precision, outputs of a

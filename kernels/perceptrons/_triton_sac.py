@@ -10,7 +10,7 @@ import triton.language as tl
 from gpubuf.kernels import perceptrons
 from gpubuf.kernels.categorical._triton import atom_rows, exponentials, store_atoms
 from gpubuf.kernels.norms._triton import sigmoid
-from gpubuf.kernels.perceptrons._triton import add_transposed_product, net_gradients, run_net
+from gpubuf.kernels.perceptrons._triton import add_transposed_product, load_rows, net_gradients, run_net, store_rows
 from gpubuf.kernels.tanh_normal._triton import action_bounds, squash, squash_gradients, tanh_sech2
 from gpubuf.kernels.td import SMALLEST
 from gpubuf.kernels.td._triton import (
@@ -84,11 +84,10 @@ def draw_actions(
     there = column < size
     known = inside[:, None] & there[None, :]
     loc, scale, _ = load_head(hidden[last], first + row, known, column, size, HEAD)
-    at = (first + row)[:, None] * size + column[None, :]
-    noise = tl.load(noise_ptr + at, mask=known, other=0)
+    noise = load_rows(noise_ptr + first * size, rows, column, size)
     low, high = action_bounds(bounds[0], bounds[1], column, there, tl.float32, BOUNDS[0], BOUNDS[1], BOUNDS[2])
     action, log_prob = squash(loc, scale, noise, low[None, :], high[None, :], known)
-    tl.store(action_ptr + at, action, mask=known)
+    store_rows(action_ptr + first * size, rows, column, action, True, size)
     tl.store(log_prob_ptr + first + row, log_prob, mask=inside)
 
 
@@ -101,7 +100,7 @@ def perceptrons_sac_act_kernel(
     high_ptr,  # float32 [A], read where BOUNDS[0]
     target,  # params of the actor of the next states
     online,  # params of the actor that learns
-    hidden,  # tuple of float32 [2 n, width], out
+    hidden,  # tuple of float32 [2 n, width], then [2 n] of norms, out
     action_ptr,  # float32 [2 n, A], out
     log_prob_ptr,  # float32 [2 n], out
     n,
@@ -125,17 +124,12 @@ def perceptrons_sac_act_kernel(
         first = n
         x_ptr = state_ptr
     bounds = (low_ptr, high_ptr)
-    if DELAYED:
-        if program < blocks:
-            draw_actions(
-                x_ptr, target, noise_ptr, bounds, hidden, action_ptr, log_prob_ptr, first, rows, SIZES, NET, HEAD,
-                BOUNDS, TILES, COLUMNS,
-            )  # fmt: skip
-        else:
-            draw_actions(
-                x_ptr, online, noise_ptr, bounds, hidden, action_ptr, log_prob_ptr, first, rows, SIZES, NET, HEAD,
-                BOUNDS, TILES, COLUMNS,
-            )  # fmt: skip
+    # An actor that is its own target is compiled once.
+    if (program < blocks) if DELAYED else False:
+        draw_actions(
+            x_ptr, target, noise_ptr, bounds, hidden, action_ptr, log_prob_ptr, first, rows, SIZES, NET, HEAD, BOUNDS,
+            TILES, COLUMNS,
+        )  # fmt: skip
     else:
         draw_actions(
             x_ptr, online, noise_ptr, bounds, hidden, action_ptr, log_prob_ptr, first, rows, SIZES, NET, HEAD, BOUNDS,
@@ -180,7 +174,7 @@ def perceptrons_sac_values_kernel(
     drawn_ptr,  # float32 [2 n, A]
     target,  # params of the critics of the next states
     online,  # params of the critics that learn
-    hidden,  # tuple of float32 [3, NETS, n, width], out: of next states, of the batch, of the policy
+    hidden,  # tuple of float32 [3, NETS, n, width], then [3, NETS, n] of norms, out: next states, batch, policy
     q_ptr,  # float32 [3, NETS, n], out where critics have several outputs
     n,
     NETS: tl.constexpr,
@@ -330,7 +324,7 @@ def perceptrons_sac_value_gradients_kernel(
     weight_ptr,  # any float [n], read where HAS_WEIGHT
     online,  # params of the critics
     hidden,  # tuple of float32 [3, NETS, n, width], outputs of the critics that learn replace what is theirs
-    deltas,  # tuple of float32 [2, NETS, n, width], out
+    deltas,  # tuple of float32 [2, NETS, n, width], then [NETS, parts, width] of norms, out
     grad_action_ptr,  # float32 [NETS, n, A], out where POLICY
     td_error_ptr,  # float32 [n], out where critics have one output
     scalars_ptr,  # float32 [6], out
@@ -356,7 +350,7 @@ def perceptrons_sac_value_gradients_kernel(
     COLUMNS: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Gradients of the critics' layers, from their loss and from the policy's; the first program has the losses.
+    """Gradients of the critics' layers, from their loss and from the policy's; the first program computes the losses.
 
     Grid: (1 or 2 times NETS cdiv(n, BLOCK), and one more,).
     """
@@ -424,8 +418,7 @@ def perceptrons_sac_value_gradients_kernel(
                 tl.zeros([BLOCK, COLUMNS], tl.float32), deltas[0] + to * SIZES[1], online, net, rows,
                 INPUTS[2] + column, 0, INPUTS[2] + size, SIZES, NET, TILES,
             )  # fmt: skip
-            at = grad_action_ptr + net * n * size + row[:, None] * size + column[None, :]
-            tl.store(at, of_action, mask=inside[:, None] & (column < size)[None, :])
+            store_rows(grad_action_ptr + net * n * size, rows, column, of_action, True, size)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -438,7 +431,7 @@ def perceptrons_sac_action_gradients_kernel(
     high_ptr,  # float32 [A], read where BOUNDS[0]
     online,  # params of the actor
     hidden,  # tuple of float32 [2 n, width], outputs in the states replace what is there
-    deltas,  # tuple of float32 [n, width], out
+    deltas,  # tuple of float32 [n, width], then [parts, width] of norms, out
     n,
     NETS: tl.constexpr,
     SIZES: tl.constexpr,
@@ -455,6 +448,7 @@ def perceptrons_sac_action_gradients_kernel(
     """Gradients of the actor's layers, from those of actions and log-densities. Grid: (cdiv(n, BLOCK),)."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < n
+    rows = (row, inside)
     weights_ptr = weight_ptr if HAS_WEIGHT else None
     factor = norm_of(weights_ptr, n, REDUCTION, SUMS) * weights_of(weights_ptr, row, inside)
     last: tl.constexpr = len(SIZES) - 2
@@ -462,17 +456,16 @@ def perceptrons_sac_action_gradients_kernel(
     column = tl.arange(0, COLUMNS)
     there = column < size
     known = inside[:, None] & there[None, :]
-    at = row[:, None] * size + column[None, :]
     grad_action = tl.zeros([BLOCK, COLUMNS], tl.float32)
     for net in tl.static_range(NETS):
-        grad_action += tl.load(grad_action_ptr + net * n * size + at, mask=known, other=0)
-    noise = tl.load(noise_ptr + n * size + at, mask=known, other=0)
+        grad_action += load_rows(grad_action_ptr + net * n * size, rows, column, size)
+    noise = load_rows(noise_ptr + n * size, rows, column, size)
     loc, scale, slope = load_head(hidden[last], n + row, known, column, size, HEAD)
     low, high = action_bounds(low_ptr, high_ptr, column, there, tl.float32, BOUNDS[0], BOUNDS[1], BOUNDS[2])
-    grad_log_prob = (factor * tl.exp(tl.load(log_alpha_ptr)))[:, None] + tl.zeros([BLOCK, COLUMNS], tl.float32)
+    grad_log_prob = (factor * tl.exp(tl.load(log_alpha_ptr)))[:, None]
     of_loc, of_scale = squash_gradients(loc, scale, noise, grad_action * ((high - low) * 0.5)[None, :], grad_log_prob)
     at = row[:, None] * (2 * size) + column[None, :]
     tl.store(deltas[last] + at, of_loc, mask=known)
     tl.store(deltas[last] + at + size, of_scale * slope, mask=known)
     learns = (tl.program_id(0), tl.num_programs(0), True)
-    net_gradients(online, hidden, deltas, 0, n, 0, (row, inside), learns, SIZES, NET, TILES)
+    net_gradients(online, hidden, deltas, 0, n, 0, rows, learns, SIZES, NET, TILES)

@@ -53,11 +53,8 @@ class Problem:
     def __post_init__(self) -> None:
         self._new = torch.Generator().manual_seed(self.seed)
         n, size = self.n, self.size
-        self.head_values, self.gamma, self.support = (
-            (0.5, 1e-4) if self.head == SOFTPLUS else (-2.5, 2.5),
-            0.97,
-            (-3.0, 5.0),
-        )
+        self.head_values = (0.5, 1e-4) if self.head == SOFTPLUS else (-2.5, 2.5)
+        self.gamma, self.support = 0.97, (-3.0, 5.0)
         self.state, self.next_state = self.normal(n, self.observation), self.normal(n, self.observation)
         self.action, self.noise = self.normal(n, size).tanh(), self.normal(2 * n, size)
         self.reward, self.terminated = self.normal(n, 1), self.normal(n, 1) < -0.5
@@ -131,7 +128,7 @@ def run(given: Problem, call: Callable[..., Any] = at_once) -> dict[str, Any]:
         soft = logits[0], log_prob[:n], given.log_alpha.exp(), *returns, None
         mass = call(categorical.categorical_target, *soft, *given.support, given.target)
     sums, actor_sums = ([each.clone() for each in several[:depth]] for several in (in_critics, in_actor))
-    normed, parts = hidden[: depth * (critics_norms > 0)], parts_of(n, (1 + policy) * nets, precision)
+    normed, parts = hidden[:critics_norms], parts_of(n, (1 + policy) * nets, precision)
     deltas = memory((2, nets, n), in_values, [(nets, parts, width) for width in normed for _ in range(2)])
     error, scalars, grad_action = *memory((n,), (), [(n,), (6,)]), *memory((nets, n), (size,), ())
     flags = given.combine, given.average, given.next_entropy, given.by_alpha, policy, precision
@@ -154,7 +151,7 @@ def run(given: Problem, call: Callable[..., Any] = at_once) -> dict[str, Any]:
     sizes = [given.observation + size, *hidden, given.atoms]
     products = products_of(of_critics, sizes, turned, inputs, [each[1] for each in in_critics], own)
     if policy:
-        normed, parts = hidden[: depth * (actor_norms > 0)], parts_of(n, 1, precision)
+        normed, parts = hidden[:actor_norms], parts_of(n, 1, precision)
         actor_deltas = memory((n,), in_policy, [(parts, width) for width in normed for _ in range(2)])
         call(
             perceptrons.sac_action_gradients,
