@@ -23,7 +23,7 @@ from gpubuf.kernels._operations import snapshot
 Statistics = Literal["update", "batch", "running"]
 NormName = Literal["layer", "rms", "batch", "batch_renorm"]
 
-_ACTIVATIONS = {"relu": norms.RELU, "silu": norms.SILU}
+_ACTIVATIONS = {None: norms.NONE, "relu": norms.RELU, "silu": norms.SILU}
 
 # The innermost transform of torch.func that is at work, or None.
 _transforms = torch._C._functorch.maybe_current_level
@@ -56,10 +56,9 @@ class _Norm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if activation is not None and activation not in _ACTIVATIONS:
-            raise ValueError(f"activation must be None or one of {sorted(_ACTIVATIONS)}, got {activation!r}")
+        if activation not in _ACTIVATIONS:
+            raise ValueError(f"activation must be one of {[*_ACTIVATIONS]}, got {activation!r}")
         self.activation = activation
-        self._activation = norms.NONE if activation is None else _ACTIVATIONS[activation]
         self.features, self.num_nets, self.eps, self.unit_rows = features, num_nets, eps, unit_rows
         self.row_norm = math.sqrt(features)
         self._shape = (features,) if num_nets is None else (num_nets, 1, features)
@@ -100,9 +99,10 @@ class _RowNorm(_Norm):
     _kind: int
 
     def forward(self, x: Tensor) -> Tensor:
+        how = self.eps, self._kind, _ACTIVATIONS[self.activation]
         if self.features > norms.MAX_WIDTH or _takes_torch(x):
-            return norms.composed(x, self.scale, self.shift, self.eps, self._kind, self._activation)
-        y: Tensor = norms.norm_activation_direct(x, self.scale, self.shift, self.eps, self._kind, self._activation)[0]
+            return norms.composed(x, self.scale, self.shift, *how)
+        y: Tensor = norms.norm_activation_direct(x, self.scale, self.shift, *how)[0]
         return y
 
 
@@ -245,7 +245,7 @@ class BatchNorm(_Norm):
                 copy = snapshot if by_torch else torch.clone
                 mean, var = copy(mean), copy(var)
             fixed = norms.composed_batch if by_torch else norms.batch_norm_activation_direct
-            return cast(Tensor, fixed(x, weight, bias, mean, var, self.eps, self._activation, False))
+            return cast(Tensor, fixed(x, weight, bias, mean, var, self.eps, _ACTIVATIONS[self.activation], False))
         rows: int | Tensor = x.numel() // weight.numel()
         if rows < 2:
             raise ValueError(f"the statistics of a batch need at least two rows, got an input of shape {list(x.shape)}")
@@ -263,7 +263,7 @@ class BatchNorm(_Norm):
             self._follow(mean.detach(), var.detach(), rows)
         # PyTorch's operations differentiate mean and variance themselves.
         run = norms.composed_batch if by_torch else norms.batch_norm_activation_direct
-        return cast(Tensor, run(x, weight, bias, mean, var, self.eps, self._activation, not by_torch))
+        return cast(Tensor, run(x, weight, bias, mean, var, self.eps, _ACTIVATIONS[self.activation], not by_torch))
 
     @torch.no_grad()
     def _moments(self, x: Tensor) -> tuple[Tensor, Tensor]:

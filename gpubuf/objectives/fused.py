@@ -79,7 +79,9 @@ def products_of(
     for sums, vector in zip(deltas[depth:], into[2 * depth :], strict=True):
         for part, more in zip(found[:4], (sums, sums, vector, vector), strict=True):
             part.append(more)
-        found.shapes.extend((count, 0, 0, *sums.shape[-2:-1], 0, sums.shape[-1], 0))
+        # Rows of each sum, as a power of two: kernels are compiled for it, and not for the number of sums.
+        rows = 1 << (-(-len(inputs[0][0]) // sums.shape[-2]) - 1).bit_length()
+        found.shapes.extend((count, 0, 0, rows, 0, sums.shape[-1], 0))
     return found
 
 
@@ -115,9 +117,11 @@ class FusedSACUpdate(Update):
 
     def __init__(self, loss: LossModule, parameters: Iterable[Tensor]) -> None:
         super().__init__(loss, parameters)
-        low = self._policy.low
-        if self.dtype is not torch.float32 or (low is not None and low.dtype is not self.dtype):
+        bounds = [each for each in (self._policy.low, self._policy.high) if each is not None]
+        if self.dtype is not torch.float32 or any(each.dtype is not self.dtype for each in bounds):
             raise UnknownError("networks of another dtype")
+        if any(each.shape != (self.size,) or not each.is_contiguous() for each in bounds):
+            raise UnknownError("bounds that components share, or with strides")
         if len(self._states) != 1 or sorted(map(str, self._of_critics)) != sorted(
             map(str, (*self._states, self._action))
         ):
@@ -126,6 +130,9 @@ class FusedSACUpdate(Update):
             complete = 2 * (len(net.sizes) - 1 + net.norms)
             if any(not each.is_contiguous() for each in net.tensors) or len(net.tensors) != complete:
                 raise UnknownError("layers without a bias, or with strides")
+            of_norms = [len(net.nets) * width for width in net.sizes[1 : 1 + net.norms] for _ in range(2)]
+            if [each.numel() for each in net.tensors[2 * len(net.sizes) - 2 :]] != of_norms:
+                raise UnknownError("a norm that nets share")
             if any(each.numel() >> 31 for each in net.tensors):
                 raise UnknownError("more weights than 32 bits count")
         if any(each is None for net in (self.actor, self.critics) for each in net.into):

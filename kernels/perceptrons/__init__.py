@@ -208,8 +208,8 @@ weight_gradients = define(
 
 ``shapes`` has seven numbers for each product p: (nets N, whether all nets have one input, first row of the weight,
 width of the input, inputs of the layer, outputs of the layer, whether the weight is turned). A product whose first row
-is not 0 is a part of a layer, and leaves its bias alone. Where the layer has no inputs, there are the sums of ``parts``
-rows alone: these are the fourth number, and ``weights[p]`` is not written.
+is not 0 is a part of a layer, and leaves its bias alone. Where the layer has no inputs, there are sums alone, each of
+so many rows as the fourth number says, and ``weights[p]`` is not written.
 
 Args:
     first: a tensor on the device.

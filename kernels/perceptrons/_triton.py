@@ -355,7 +355,7 @@ def weight_gradient_tile(
     turned: tl.constexpr = SHAPES[P][6]
     across: tl.constexpr = (fan_out + columns - 1) // columns
     down: tl.constexpr = (width + HEIGHT - 1) // HEIGHT if fan_in > 0 else 1
-    n = batch if fan_in > 0 else width
+    n = batch if fan_in > 0 else (batch + width - 1) // width
     net = number // (across * down)
     line = (number // across) % down * HEIGHT + tl.arange(0, HEIGHT)
     column = number % across * columns + tl.arange(0, columns)

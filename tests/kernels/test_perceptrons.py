@@ -139,6 +139,25 @@ def test_nan_spreads_as_in_plain_pytorch(backend, where):
     assert not [name for name in due if not torch.equal(found[name].isnan().flatten(), due[name].isnan().flatten())]
 
 
+def test_gradients_of_norms_are_compiled_once_for_batches_of_all_sizes():
+    """But for how many rows a program has."""
+    shapes = [run(Problem(**FASTSAC, n=n, hidden=(4,)))["products"].shapes for n in (16, 17, 33, 49)]
+    assert shapes.count(shapes[0]) == len(shapes)
+
+
+def test_rows_that_are_not_there_spread_no_nan(backend):
+    """A unit that is off in all rows, but not where its norm's input is 0, keeps a NaN above it from its gradients."""
+    given = Problem(critics_eps=1e-5, actor_eps=1e-5, hidden=(2,))
+    for weight, bias, above, _, scale, shift in (given.critics, given.actor):
+        weight.mul_(0.01)
+        bias.copy_(torch.tensor([5.0, -5.0]))
+        scale.fill_(1)
+        shift.fill_(0.5)
+        above[:, 1] = torch.nan
+    found, due = flat(run(given)), flat(reference.update(given))
+    assert not [name for name in due if not torch.equal(found[name].isnan().flatten(), due[name].isnan().flatten())]
+
+
 def test_bfloat16(backend):
     """Products of what is rounded to it: near what autograd makes of such products, and not those of float32."""
     given = Problem(precision=BF16, activation=SILU, nets=1, n=33)
@@ -249,7 +268,7 @@ NORMED_FAULTS = {
     "sums of scales without the row": ("_triton:norm_gradients", "tl.sum(g * h, 0), mask", "tl.sum(g, 0), mask"),
     "sums of the first rows alone": (
         "_triton:weight_gradient_tile",
-        "else width",
+        "else (batch + width - 1) // width",
         "else 1",
     ),
     "nobody's sums": (VALUES, "blocks, job < NETS)", "blocks, job < 0)"),

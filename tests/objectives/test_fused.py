@@ -15,6 +15,9 @@ from gpubuf.kernels import perceptrons
 from gpubuf.modules import (
     MLP,
     EnsembleMLP,
+    LayerNorm,
+    TanhNormalActor,
+    TanhNormalHead,
     make_fastsac_actor,
     make_fastsac_critic,
     make_flashsac_actor,
@@ -233,7 +236,22 @@ def bounds_of_a_distribution() -> SACLoss:
     return loss
 
 
+def bounds_of_a_head(low: Tensor, high: Tensor) -> SACLoss:
+    network = make_sac_actor(OBSERVATION, ACTION, (8,)).module[0]
+    head = TanhNormalHead(low, high, in_keys=["loc", "scale"], out_keys=["action"])
+    return sac(actor=TanhNormalActor(network, head))
+
+
+def one_norm_for_all_nets() -> SACLoss:
+    critic = make_sac_critic(OBSERVATION, ACTION, (8,), norm="layer")
+    critic.module.layers[1] = LayerNorm(8, activation="relu")
+    return sac(critic=critic)
+
+
 UNKNOWN = {
+    "bounds that components share": lambda: bounds_of_a_head(torch.tensor([-2.0]), torch.tensor([0.5])),
+    "bounds with strides": lambda: bounds_of_a_head(*torch.tensor([[-2.0, 0.5], [-1.0, 3.0]]).unbind(1)),
+    "a norm that nets share": one_norm_for_all_nets,
     "bounds that are options of a distribution": bounds_of_a_distribution,
     "float64": lambda: sac().double(),
     "bfloat16": lambda: sac().bfloat16(),

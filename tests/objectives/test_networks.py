@@ -257,6 +257,13 @@ def test_options_are_checked(options):
         LayerNorm(3, activation="gelu")
 
 
+def test_a_norm_has_the_activation_that_its_attribute_says():
+    """Also if it is set later: a GPU's fused update goes by it."""
+    norm, x = LayerNorm(3, activation="relu"), torch.randn(4, 3)
+    norm.activation = "silu"
+    torch.testing.assert_close(norm(x), LayerNorm(3, activation="silu")(x), rtol=0, atol=0)
+
+
 def test_the_order_of_layers():
     def kinds(**options):
         return [type(part).__name__ for part in MLP(3, 2, (4, 5), **options)]
