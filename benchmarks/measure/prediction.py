@@ -186,9 +186,9 @@ def of_perceptrons(
     A program goes through its layers in tiles, see :mod:`gpubuf.kernels.perceptrons`, each of which takes as long as
     the slowest of its products, its bytes (of a multiprocessor's share of the bandwidth), and a load's latency, of
     which two are under way. A layer begins after three such waits: for what the layer before has stored, the first
-    tiles, and the barrier. A layer norm goes through the rows of a layer once more: forward it reads and writes them,
-    backward it twice reads two numbers for each of these and writes one. Outputs replace there what layers that learn
-    have left. A multiprocessor has one program at a time.
+    tiles, and the barrier. A layer norm forward is made of numbers that are there; backward it twice reads two numbers
+    for each of a layer's, and writes one. Outputs replace there what layers that learn have left. A multiprocessor has
+    one program at a time.
 
     What layers leave goes to memory and comes from there, as far as it is more than the second level of cache.
 
@@ -203,7 +203,7 @@ def of_perceptrons(
 
     def forward(rows: int, widths: Sequence[int]) -> Programs:
         block, *_ = tiles = tiles_of(rows, code)
-        works = [product(block, i, o, tiles, block * o * (1 + 2 * norm)) for i, o in pairwise(widths)]
+        works = [product(block, i, o, tiles, block * o) for i, o in pairwise(widths)]
         return [(-(-rows // block), works)]
 
     def backward(rows: int, widths: Sequence[int], to: int = 0, of: int = 0) -> Programs:
@@ -245,7 +245,7 @@ def of_perceptrons(
         free = [0.0] * target.processors
         for count, works in kinds:
             took = sum(max(o / rate, b / share, steps * WARM.cache / 2) for steps, o, b in works)
-            took += 3 * (1 + norm) * WARM.cache * len(works)
+            took += 3 * (1 + norm * name.startswith("sac") * name.endswith("gradients")) * WARM.cache * len(works)
             for _ in range(count):
                 heapq.heapreplace(free, free[0] + took)
         operations, moved = (sum(count * work[i] for count, works in kinds for work in works) for i in (1, 2))

@@ -185,8 +185,8 @@ class FusedSACUpdate(Update):
         drawn = (1 + policy) * n
 
         def hidden(net: Perceptrons, *rows: int) -> list[Tensor]:
-            """What layers compute, and with norms the inverse standard deviation of each row."""
-            return [*(new(*rows, width) for width in net.sizes[1:]), *(new(*rows) for _ in range(net.norms))]
+            """What layers compute, and with norms the mean and the inverse standard deviation of each row."""
+            return [*(new(*rows, width) for width in net.sizes[1:]), *(new(*rows, 2) for _ in range(net.norms))]
 
         def deltas(net: Perceptrons, sums: tuple[int, ...], *rows: int) -> list[Tensor]:
             """Gradients, and their sums by scale and shift of norms."""

@@ -24,13 +24,12 @@ columns. They have one output, the value, or logits of several atoms.
 The policy's result is ``[n, 2 A]``: ``loc``, and ``raw``, of which ``head`` makes a scale: SOFTPLUS is
 ``softplus(raw + first) + second``, SQUASHED ``exp(first + second tanh(raw))``, with the numbers ``head_values``.
 
-``hidden`` has, for each hidden layer, what it computes before the activation (with norms, centred and divided by the
-standard deviation: scale and shift are still to come), and then the result. Where parameters learn, the operations of
-gradients replace the former by the layer's output, which the gradients of weights need. ``deltas`` has gradients by
-what layers compute before norm and activation, and then that by the result. With norms, ``hidden`` has the inverse
-standard deviations of the rows of each hidden layer besides, and ``deltas`` sums of the gradients of scale and shift of
-each norm, over the rows of each program, of which :func:`parts_of` a net has. All results are written into memory that
-the caller owns.
+``hidden`` has, for each hidden layer, what it computes before norm and activation, and then the result. Where
+parameters learn, the operations of gradients replace the former by the layer's output, which the gradients of weights
+need. ``deltas`` has gradients by what layers compute before norm and activation, and then that by the result. With
+norms, ``hidden`` has ``[..., 2]`` besides for each hidden layer, the mean and the inverse standard deviation of each
+row, and ``deltas`` sums of the gradients of scale and shift of each norm, over the rows of each program, of which
+:func:`parts_of` a net has. All results are written into memory that the caller owns.
 
 ``precision`` is that of products on a GPU, whose sums are float32: :data:`IEEE`, :data:`TF32X3` (each number as the sum
 of two of TF32, three products; tests/kernels/test_perceptrons.py says how near that is), :data:`TF32` or :data:`BF16`.

@@ -43,25 +43,26 @@ class _Nets:
         self.layers = list(zip(weights, vectors[1:linear:2], strict=True))
         self.norms = list(zip(vectors[linear::2], vectors[linear + 1 :: 2], strict=True))
 
-    def scaled(self, h: Tensor, layer: int) -> Tensor:
-        """What a hidden layer passes to its activation."""
+    def scaled(self, z: Tensor, layer: int, hidden: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """(what a hidden layer passes to its activation, the same before scale and shift, 1 / the rows' deviation)."""
         if self.eps is None:
-            return h
+            return z, z, z
+        mean, rstd = hidden[self.depth + 1 + layer].view(*z.shape[:2], 2).split(1, -1)
         scale, shift = self.norms[layer]
-        return h * scale + shift
+        h = (z - mean) * rstd
+        return h * scale + shift, h, rstd
 
     def forward(self, x: Tensor, hidden: Sequence[Tensor]) -> Tensor:
         """What the nets make of inputs ``[n, in]``: ``[N, n, out]``. ``hidden``: see the family."""
         for i, (weight, bias) in enumerate(self.layers):
             z = _product(x, weight, self.precision) + bias
-            if i < self.depth and self.eps is not None:
-                z = z - z.mean(-1, keepdim=True)
-                rstd = (z.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-                z *= rstd
-                hidden[self.depth + 1 + i].copy_(rstd.view(hidden[self.depth + 1 + i].shape))
             hidden[i].copy_(z.view(hidden[i].shape))
+            if i < self.depth and self.eps is not None:
+                mean, spread = z.mean(-1), hidden[self.depth + 1 + i]
+                rstd = (z.var(-1, correction=0) + self.eps).rsqrt()
+                spread.copy_(torch.stack([mean, rstd], -1).view(spread.shape))
             if i < self.depth:
-                x = activated(self.scaled(z, i), self.activation)
+                x = activated(self.scaled(z, i, hidden)[0], self.activation)
         return z
 
     def backward(self, grad: Tensor, hidden: Sequence[Tensor], deltas: Sequence[Tensor], learns: bool) -> None:
@@ -69,8 +70,7 @@ class _Nets:
         deltas[self.depth].copy_(grad.view(deltas[self.depth].shape))
         for i in reversed(range(self.depth)):
             grad = _product(grad, self.layers[i + 1][0].mT, self.precision)
-            h = hidden[i].view(grad.shape)
-            z = self.scaled(h, i)
+            z, h, rstd = self.scaled(hidden[i].view(grad.shape), i, hidden)
             grad = slopes(grad, z, self.activation)
             if self.eps is not None:
                 if learns:
@@ -79,7 +79,7 @@ class _Nets:
                         sums.zero_().view(len(each), -1, each.shape[-1])[:, 0] = each.sum(1)
                 grad = grad * self.norms[i][0]
                 grad = grad - grad.mean(-1, keepdim=True) - h * (grad * h).mean(-1, keepdim=True)
-                grad *= hidden[self.depth + 1 + i].view(*grad.shape[:2], 1)
+                grad *= rstd
             deltas[i].copy_(grad.view(deltas[i].shape))
             if learns:
                 hidden[i].copy_(activated(z, self.activation).view(hidden[i].shape))

@@ -1,9 +1,9 @@
 """Whole perceptrons on the GPU: a program takes BLOCK rows of one net through all of its layers.
 
-What a layer leaves (``x W + b`` before its activation, or that centred and divided where there is a norm) goes to
-global memory, and the same program reads it again from the second level of cache: no program waits for another.
-Matrices are read and multiplied tile by tile. Arithmetic is float32, and that of products PRECISION: "ieee", "tf32x3"
-(three products of TF32, nearly as exact), "tf32" or "bf16".
+What a layer leaves (``x W + b``, before its norm and activation) goes to global memory, and the same program reads it
+again from the second level of cache: no program waits for another. Matrices are read and multiplied tile by tile.
+Arithmetic is float32, and that of products PRECISION: "ieee", "tf32x3" (three products of TF32, nearly as exact),
+"tf32" or "bf16".
 
 Of a network SIZES are the widths (inputs, hidden layers, outputs), INPUTS first column and width of each part of the
 input, and NET (activation, whether weights are turned, what norms add to variances). TILES are (precision, outputs of a
@@ -77,17 +77,31 @@ def norm_vectors(params, net, column, LAYER: tl.constexpr, SIZES: tl.constexpr):
 
 
 @triton.jit
-def scaled(z, params, net, column, LAYER: tl.constexpr, SIZES: tl.constexpr, NET: tl.constexpr):
+def spread_of(hidden, place, rows, LAYER: tl.constexpr, SIZES: tl.constexpr, NET: tl.constexpr):
+    """(mean, inverse standard deviation) of rows of a hidden layer; anything without norms."""
+    row, inside = rows
+    mean = tl.zeros([row.shape[0]], tl.float32)
+    rstd = mean
+    if NET[2] is not None:
+        at = hidden[len(SIZES) - 1 + LAYER] + 2 * (place + row)
+        mean = tl.load(at, mask=inside, other=0)
+        rstd = tl.load(at + 1, mask=inside, other=0)
+    return mean, rstd
+
+
+@triton.jit
+def scaled(z, spread, params, net, column, LAYER: tl.constexpr, SIZES: tl.constexpr, NET: tl.constexpr):
     """What hidden layer LAYER passes to its activation, of its columns in ``hidden``."""
     if NET[2] is not None:
+        mean, rstd = spread
         scale, shift = norm_vectors(params, net, column, LAYER, SIZES)
-        z = z * scale[None, :] + shift[None, :]
+        z = (z - mean[:, None]) * rstd[:, None] * scale[None, :] + shift[None, :]
     return z
 
 
 @triton.jit
 def add_product(
-    total, x_ptr, params, net, rows, fan_out, LAYER: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+    total, x_ptr, spread, params, net, rows, fan_out, LAYER: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr,
     SIZES: tl.constexpr, NET: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """``total + x W[FIRST : FIRST + WIDTH, fan_out]`` of a layer, for what the layer below outputs, ``[n, WIDTH]``."""
@@ -99,7 +113,7 @@ def add_product(
         column = start + tl.arange(0, depth)
         x = load_rows(x_ptr, rows, column, WIDTH)
         if LAYER > 0:
-            x = activate(scaled(x, params, net, column, LAYER - 1, SIZES, NET), NET[0])
+            x = activate(scaled(x, spread, params, net, column, LAYER - 1, SIZES, NET), NET[0])
         inside = (column < WIDTH)[:, None] & (fan_out < above)[None, :]
         w = load_weight(weight_ptr, FIRST + column[:, None], fan_out[None, :], inside, fan_in, above, NET[1])
         total = multiply(x, w, total, TILES[0])
@@ -129,26 +143,12 @@ def add_transposed_product(
 
 
 @triton.jit
-def centre_rows(hidden, place, rows, mean, rstd, LAYER: tl.constexpr, SIZES: tl.constexpr, COLUMNS: tl.constexpr):
-    """``(z - mean) rstd`` in the place of the z of a hidden layer."""
-    row, inside = rows
-    width: tl.constexpr = SIZES[LAYER + 1]
-    tl.store(hidden[len(SIZES) - 1 + LAYER] + place + row, rstd, mask=inside)
-    # Other threads read what these have stored.
-    tl.debug_barrier()
-    for start in tl.range(0, width, COLUMNS, num_stages=1):
-        column = start + tl.arange(0, COLUMNS)
-        z = load_rows(hidden[LAYER] + place * width, rows, column, width)
-        store_rows(hidden[LAYER] + place * width, rows, column, (z - mean[:, None]) * rstd[:, None], True, width)
-
-
-@triton.jit
 def run_layer(
     inputs, params, hidden, net, place, rows, LAYER: tl.constexpr, SIZES: tl.constexpr, INPUTS: tl.constexpr,
     NET: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """One layer of a net, on what the layer below has left."""
-    row, _ = rows
+    row, inside = rows
     columns: tl.constexpr = TILES[1]
     eps: tl.constexpr = NET[2]
     normed: tl.constexpr = eps is not None and len(SIZES) - 2 > LAYER
@@ -156,6 +156,9 @@ def run_layer(
     fan_out: tl.constexpr = SIZES[LAYER + 1]
     mean = tl.zeros([row.shape[0]], tl.float32)
     squares = tl.zeros([row.shape[0]], tl.float32)
+    spread = (mean, mean)
+    if LAYER > 0:
+        spread = spread_of(hidden, place, rows, LAYER - 1, SIZES, NET)
     for start in tl.range(0, fan_out, columns, num_stages=1):
         column = start + tl.arange(0, columns)
         bias = tl.load(params[2 * LAYER + 1] + net * fan_out + column, mask=column < fan_out, other=0)
@@ -163,12 +166,14 @@ def run_layer(
         if LAYER == 0:
             for part in tl.static_range(len(INPUTS) // 2):
                 total = add_product(
-                    total, inputs[part], params, net, rows, column, LAYER, INPUTS[2 * part], INPUTS[2 * part + 1],
-                    SIZES, NET, TILES,
+                    total, inputs[part], spread, params, net, rows, column, LAYER, INPUTS[2 * part],
+                    INPUTS[2 * part + 1], SIZES, NET, TILES,
                 )  # fmt: skip
         else:
             below_ptr = hidden[LAYER - 1] + place * fan_in
-            total = add_product(total, below_ptr, params, net, rows, column, LAYER, 0, fan_in, SIZES, NET, TILES)
+            total = add_product(
+                total, below_ptr, spread, params, net, rows, column, LAYER, 0, fan_in, SIZES, NET, TILES
+            )
         store_rows(hidden[LAYER] + place * fan_out, rows, column, total, True, fan_out)
         if normed:
             # Mean and squares of these columns, and how far they are from those before: no large number is subtracted.
@@ -179,7 +184,9 @@ def run_layer(
             mean += apart * (count / (start + count))
             squares += tl.sum(centred * centred, 1) + apart * apart * (start * count / (start + count))
     if normed:
-        centre_rows(hidden, place, rows, mean, 1 / tl.sqrt(squares / fan_out + eps), LAYER, SIZES, columns)
+        at = hidden[len(SIZES) - 1 + LAYER] + 2 * (place + row)
+        tl.store(at, mean, mask=inside)
+        tl.store(at + 1, 1 / tl.sqrt(squares / fan_out + eps), mask=inside)
 
 
 @triton.jit
@@ -189,10 +196,11 @@ def value_of_rows(params, hidden, net, place, rows, SIZES: tl.constexpr, NET: tl
     last: tl.constexpr = len(SIZES) - 2
     width: tl.constexpr = SIZES[last]
     q = tl.load(params[2 * last + 1] + net) + tl.zeros([row.shape[0]], tl.float32)
+    spread = spread_of(hidden, place, rows, last - 1, SIZES, NET)
     for start in tl.range(0, width, TILES[1], num_stages=1):
         column = start + tl.arange(0, TILES[1])
         x = load_rows(hidden[last - 1] + place * width, rows, column, width)
-        x = activate(scaled(x, params, net, column, last - 1, SIZES, NET), NET[0])
+        x = activate(scaled(x, spread, params, net, column, last - 1, SIZES, NET), NET[0])
         w = tl.load(params[2 * last] + net * width + column, mask=column < width, other=0)
         q += tl.sum(x * w[None, :], 1)
     tl.store(hidden[last] + place + row, q, mask=inside)
@@ -226,27 +234,27 @@ def norm_gradients(
 
     See :func:`net_gradients`. With g = grad * activation'(z) and u = g * scale: ``rstd (u - mean(u) - h mean(u h))``.
     """
-    row, inside = rows
+    row, _ = rows
     part, parts, writes = learns
     width: tl.constexpr = SIZES[LAYER + 1]
     sums: tl.constexpr = len(SIZES) - 1 + 2 * LAYER
-    h_ptr = hidden[LAYER] + place * width
+    z_ptr = hidden[LAYER] + place * width
     delta_ptr = deltas[LAYER] + to * width
+    centre, rstd = spread_of(hidden, place, rows, LAYER, SIZES, NET)
     mean = tl.zeros([row.shape[0]], tl.float32)
     along = tl.zeros([row.shape[0]], tl.float32)
     for start in tl.range(0, width, COLUMNS, num_stages=1):
         column = start + tl.arange(0, COLUMNS)
         scale, shift = norm_vectors(params, net, column, LAYER, SIZES)
-        h = load_rows(h_ptr, rows, column, width)
+        h = (load_rows(z_ptr, rows, column, width) - centre[:, None]) * rstd[:, None]
         grad = load_rows(delta_ptr, rows, column, width)
         u = activation_gradient(grad, h * scale[None, :] + shift[None, :], NET[0]) * scale[None, :]
         mean += tl.sum(u, 1) / width
         along += tl.sum(u * h, 1) / width
-    rstd = tl.load(hidden[len(SIZES) - 1 + LAYER] + place + row, mask=inside, other=0)
     for start in tl.range(0, width, COLUMNS, num_stages=1):
         column = start + tl.arange(0, COLUMNS)
         scale, shift = norm_vectors(params, net, column, LAYER, SIZES)
-        h = load_rows(h_ptr, rows, column, width)
+        h = (load_rows(z_ptr, rows, column, width) - centre[:, None]) * rstd[:, None]
         grad = load_rows(delta_ptr, rows, column, width)
         z = h * scale[None, :] + shift[None, :]
         g = activation_gradient(grad, z, NET[0])
@@ -256,7 +264,7 @@ def norm_gradients(
         tl.store(deltas[sums + 1] + at, tl.sum(g, 0), mask=there)
         by_h = g * scale[None, :] - mean[:, None] - h * along[:, None]
         store_rows(delta_ptr, rows, column, by_h * rstd[:, None], True, width)
-        store_rows(h_ptr, rows, column, activate(z, NET[0]), writes, width)
+        store_rows(z_ptr, rows, column, activate(z, NET[0]), writes, width)
 
 
 @triton.jit

@@ -106,14 +106,14 @@ def run(given: Problem, call: Callable[..., Any] = at_once) -> dict[str, Any]:
     in_policy, in_values = (*hidden, 2 * size), (*hidden, given.atoms)
     actor_norms, critics_norms = (depth * (eps is not None) for eps in (given.actor_eps, given.critics_eps))
     drawn, log_prob = memory((2 * n,), (size,), [(2 * n,)])
-    in_actor = memory((2 * n,), in_policy, [(2 * n,)] * actor_norms)
+    in_actor = memory((2 * n,), in_policy, [(2 * n, 2)] * actor_norms)
     head = activation, given.actor_eps, given.head, given.head_values, given.limits
     call(
         perceptrons.sac_act,
         given.next_state, given.state, given.noise, *given.bounds, given.target_actor, given.actor, *head, policy,
         precision, in_actor, drawn, log_prob,
     )  # fmt: skip
-    in_critics = memory((3, nets, n), in_values, [(3, nets, n)] * critics_norms)
+    in_critics = memory((3, nets, n), in_values, [(3, nets, n, 2)] * critics_norms)
     logits, (values,) = in_critics[depth], memory((3, nets), (n,), ())
     columns = (size, 0) if given.action_first else (0, given.observation)
     networks = columns, activation, given.critics_eps, turned, given.support

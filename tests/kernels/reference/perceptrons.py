@@ -60,11 +60,10 @@ class _Multiplied(torch.autograd.Function):
 
 
 class Passed(NamedTuple):
-    """What N nets compute: the result ``[N, n, out]``; of each hidden layer what its linear layer does, what of that is
-    kept, and its output."""
+    """What N nets compute: the result ``[N, n, out]``; of each hidden layer what its linear layer does, and its
+    output."""
 
     result: Tensor
-    linear: list[Tensor]
     sums: list[Tensor]
     outputs: list[Tensor]
 
@@ -75,7 +74,7 @@ def perceptron(
     """N nets, for ``x`` ``[N, n, in]``."""
     # Of L hidden layers.
     depth = len(params) // 2 - 1 if eps is None else (len(params) - 2) // 4
-    found = Passed(x, [], [], [])
+    found = Passed(x, [], [])
     for i in range(depth + 1):
         weight, bias = params[2 * i : 2 * i + 2]
         weight = weight if weight.ndim == 3 else weight.unsqueeze(0)
@@ -84,11 +83,9 @@ def perceptron(
         z = _Multiplied.apply(x, weight, product) + bias.reshape(len(weight), 1, -1)
         if i == depth:
             return found._replace(result=z)
-        found.linear.append(z)
-        if eps is not None:
-            z = (z - z.mean(-1, keepdim=True)) / (z.var(-1, correction=0, keepdim=True) + eps).sqrt()
         found.sums.append(z)
         if eps is not None:
+            z = (z - z.mean(-1, keepdim=True)) / (z.var(-1, correction=0, keepdim=True) + eps).sqrt()
             scale, shift = (each.reshape(len(weight), 1, -1) for each in params[2 * depth + 2 + 2 * i :][:2])
             z = z * scale + shift
         found.outputs.append(activated(z, activation))
@@ -156,8 +153,8 @@ def update(given: Any, dtype: torch.dtype = torch.float64, product: str = "plain
         mass = categorical_target(next_values.result, *soft, *given.support, given.target)
         each = -(mass * passed.result.log_softmax(-1)).sum(-1)
     loss_qvalue = td.reduce(each.mean(0) if given.average else each.sum(0), weight, None, reduction)
-    deltas = torch.autograd.grad(loss_qvalue, [*passed.linear, passed.result, *critics], retain_graph=True)
-    layers = len(passed.linear) + 1
+    deltas = torch.autograd.grad(loss_qvalue, [*passed.sums, passed.result, *critics], retain_graph=True)
+    layers = len(passed.sums) + 1
 
     def plain(several: list[Tensor]) -> list[Tensor]:
         return [each.detach() for each in several]
@@ -177,7 +174,7 @@ def update(given: Any, dtype: torch.dtype = torch.float64, product: str = "plain
         each_action = drawn.expand(given.nets, n, -1).clone()
         own_passed, own_q = judge(state, each_action, fixed)
         loss_actor, entropy = sac.actor_loss(own_q, log_prob, alpha, weight, None, reduction, given.combine)
-        wanted = [*own_passed.linear, own_passed.result, each_action, *own.linear, own.result, *actor]
+        wanted = [*own_passed.sums, own_passed.result, each_action, *own.sums, own.result, *actor]
         grads = [*torch.autograd.grad(loss_actor, wanted)]
         of_temperature = next_log_prob if given.next_entropy else log_prob.detach()
         found |= {
