@@ -180,9 +180,9 @@ def assembly(spec: AotSpec, target: str) -> tuple[str, dict[str, Any], str]:
     if missing or extra:
         raise ValueError(f"the spec of {spec.kernel} lacks {missing} and names {extra}, which the kernel has not")
     constexprs = spec.constexprs
-    if not name.startswith("sm_") and constexprs.get("PRECISION", "").startswith("tf32"):
+    if not name.startswith("sm_") and constexprs.get("TILES", ("",))[0] in ("tf32", "tf32x3"):
         # A launcher on AMD's GPUs asks for no TF32, which some of them lack.
-        constexprs = {**constexprs, "PRECISION": "ieee"}
+        constexprs = {**constexprs, "TILES": ("ieee", *constexprs["TILES"][1:])}
     signature = {a: "constexpr" if a in spec.constexprs else spec.signature[a] for a in kernel.arg_names}
     attributes = {} if unaligned else alignments(kernel, signature)
     source = ASTSource(kernel, signature=signature, constexprs=constexprs, attrs=attributes)

@@ -108,6 +108,10 @@ def networks_updated() -> None:
     perceptrons_setup.run(perceptrons_setup.Problem(hidden=(20, 12)))
 
 
+def networks_with_norms_updated() -> None:
+    perceptrons_setup.run(perceptrons_setup.Problem(hidden=(20, 12), critics_eps=1e-5))
+
+
 SCENARIOS = {
     "philox": (philox_draws,),
     "rows": (rows_written, rows_read, observations_shared),
@@ -116,7 +120,7 @@ SCENARIOS = {
     "td": (loss_computed,),
     "moments": (statistics_of_parts,),
     "optim": (optimiser_step,),
-    "perceptrons": (networks_updated,),
+    "perceptrons": (networks_updated, networks_with_norms_updated),
 }
 
 
