@@ -73,7 +73,7 @@ def tiles_of(rows: int, precision: int) -> tuple[int, int, int, int]:
     block = next((size for size in (64, 32) if rows >= 96 * size), 16)
     if precision in (IEEE, TF32X3):
         return block, 64 if block == 64 else 128, 16, 4 if block == 16 else 8
-    return (16, 128, 16, 4) if block == 16 else (block, 128, 32, 8)
+    return block, 128, 32 if block == 32 else 16, 4 if block == 16 else 8
 
 
 def weight_tile(weights: int, precision: int) -> tuple[int, int, int, int]:
